@@ -1,0 +1,1 @@
+"""The demo and what runs the service elsewhere."""

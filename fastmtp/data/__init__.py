@@ -1,0 +1,1 @@
+"""Prompts, answers and hidden states."""

@@ -1,0 +1,96 @@
+"""Every error this package raises on purpose, and the exit code each one means.
+
+    FastMTPError                    1   something failed
+    +-- InputError (ValueError)     2   the input is wrong: what, where and how to mend it
+    |   +-- ConfigError                 a job file or request
+    |   +-- CheckpointError             a model directory
+    |   +-- DataError                   a prompt file
+    |   +-- DestinationError            a place to publish to
+    +-- GateRejected                3   the result measures no better, so nothing was published
+    +-- ProcessError                1   a child process failed, stalled or ran out of time
+    +-- ServingError                1   vLLM did not start, died, or does not serve what was asked
+    +-- IntegrityError              1   bytes are not what they were
+
+This module imports nothing: the API, the flows and the library all use it.
+"""
+
+from __future__ import annotations
+
+
+class FastMTPError(Exception):
+    """Base of all errors of this package. `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+    code = "internal_error"
+
+
+class InputError(FastMTPError, ValueError):
+    """Bad input, known before anything costly starts.
+
+    Args:
+        what: what is wrong, naming the file, key or value.
+        mend: what the user can do about it.
+        pointer: JSON pointer to the job field at fault (`/data/prompts`), for problem+json answers.
+    """
+
+    exit_code = 2
+    code = "invalid_input"
+
+    def __init__(self, what: str, *, mend: str = "", pointer: str = "") -> None:
+        super().__init__(f"{what} {mend}".strip())
+        self.what = what
+        self.mend = mend
+        self.pointer = pointer
+
+
+class ConfigError(InputError):
+    """A job file or request that does not fit the schema or the operator's policy."""
+
+    code = "invalid_job"
+
+
+class CheckpointError(InputError):
+    """A model directory that cannot be used: files, index, config or head."""
+
+    code = "invalid_checkpoint"
+
+
+class DataError(InputError):
+    """A prompt file that cannot be used."""
+
+    code = "invalid_data"
+
+
+class DestinationError(InputError):
+    """A destination that cannot be written."""
+
+    code = "invalid_destination"
+
+
+class GateRejected(FastMTPError):
+    """The result measures no better than what it would replace; nothing was published."""
+
+    exit_code = 3
+    code = "gate_rejected"
+
+
+class ProcessError(FastMTPError):
+    """A child process failed, stalled or ran out of time. `returncode` is its exit status, if it has one."""
+
+    code = "process_failed"
+
+    def __init__(self, message: str, *, returncode: int | None = None) -> None:
+        super().__init__(message)
+        self.returncode = returncode
+
+
+class ServingError(FastMTPError):
+    """vLLM did not start, died, or does not serve what was asked."""
+
+    code = "serving_failed"
+
+
+class IntegrityError(FastMTPError):
+    """Bytes differ from what a manifest or a source says."""
+
+    code = "integrity_failed"

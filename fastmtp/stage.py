@@ -1,0 +1,201 @@
+"""The stage contract: a result directory appears whole, with a manifest, or not at all, and a finished one is never redone.
+
+A stage writes into a temporary directory beside its target, which is renamed when everything in it is on disk. The
+manifest records what went in (hashes), what came out (every file's size and sha256) and with which configuration and
+code. `run_stage` skips a stage whose manifest is there and matches: that is what makes a job resumable in a new process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import fastmtp
+from fastmtp.errors import InputError, IntegrityError
+from fastmtp.progress import Reporter
+
+MANIFEST = "manifest.json"
+
+
+class FileEntry(BaseModel):
+    """One file of a result."""
+
+    size: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """`manifest.json` of a stage's result."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    stage: str
+    fingerprint: str = Field(
+        description="sha256 over stage, config, inputs and code version: equal means nothing to redo."
+    )
+    config: dict[str, Any]
+    inputs: dict[str, str] = Field(description="Name of each input -> its digest.")
+    version: str
+    created: float = Field(description="Unix seconds.")
+    seconds: float
+    files: dict[str, FileEntry] = Field(description="Relative path -> size and sha256, in sorted order.")
+    summary: dict[str, Any] = Field(default_factory=dict, description="What the stage found out, small and JSON.")
+
+    def digest(self) -> str:
+        """What a later stage records of this result: a hash over its files only, so equal bytes are equal inputs."""
+        return digest_of({name: entry.sha256 for name, entry in sorted(self.files.items())})
+
+
+def digest_of(value: object) -> str:
+    """sha256 of a value's canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 of a file's bytes, in constant memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames and new names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a finished result. Raises InputError when there is none or it does not read."""
+    path = directory / MANIFEST
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise InputError(f"{directory} holds no {MANIFEST}: it is not the finished result of a stage.") from error
+    except (OSError, ValidationError) as error:
+        raise InputError(f"{path} does not read: {error}") from error
+
+
+def verify_files(directory: Path, manifest: Manifest) -> None:
+    """Compare every file with its manifest, sizes and sha256. Raises IntegrityError naming the first that differs."""
+    for name, entry in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise IntegrityError(f"{path} is gone; its manifest lists it.")
+        if path.stat().st_size != entry.size or sha256_file(path) != entry.sha256:
+            raise IntegrityError(f"{path} is not what its manifest says (size or sha256).")
+
+
+def run_stage(
+    stage: str,
+    target: Path,
+    *,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    body: Callable[[Path], dict[str, Any]],
+    reporter: Reporter,
+    replace: bool = False,
+) -> Manifest:
+    """Produce `target` by `body`, or find that it is finished already.
+
+    Args:
+        body: writes the result into the directory it is given and returns the manifest's summary.
+        replace: put this result in the place of an earlier one of the same stage; otherwise such a target is refused.
+
+    Returns:
+        The manifest of the finished directory.
+
+    Raises:
+        InputError: `target` exists and is not this result.
+    """
+    fingerprint = digest_of(
+        {"stage": stage, "config": dict(config), "inputs": dict(inputs), "version": fastmtp.__version__}
+    )
+    found = _finished(target, fingerprint)
+    if found:
+        reporter.skipped()
+        return found
+    _require_free_target(stage, target, replace)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".{target.name}.partial"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    begun = time.monotonic()
+    try:
+        summary = body(temporary)
+        manifest = Manifest(
+            stage=stage, fingerprint=fingerprint, config=dict(config), inputs=dict(inputs), version=fastmtp.__version__,
+            created=time.time(), seconds=time.monotonic() - begun, files=_inventory(temporary), summary=summary,
+        )  # fmt: skip
+        write_atomic(temporary / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        _swap_in(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return manifest
+
+
+def _finished(target: Path, fingerprint: str) -> Manifest | None:
+    if not (target / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(target)
+    sizes_match = all(
+        (target / name).is_file() and (target / name).stat().st_size == entry.size
+        for name, entry in manifest.files.items()
+    )
+    return manifest if manifest.fingerprint == fingerprint and sizes_match else None
+
+
+def _require_free_target(stage: str, target: Path, replace: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    ours = (target / MANIFEST).is_file() and read_manifest(target).stage == stage
+    if not (replace and ours):
+        what = f"another result of {stage}" if ours else "something else"
+        raise InputError(f"{target} already holds {what}.", mend="Name a new directory, or remove that one first.")
+
+
+def _inventory(directory: Path) -> dict[str, FileEntry]:
+    files: dict[str, FileEntry] = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        files[path.relative_to(directory).as_posix()] = FileEntry(size=path.stat().st_size, sha256=sha256_file(path))
+    return files
+
+
+def _swap_in(temporary: Path, target: Path) -> None:
+    """Rename into place; an earlier result is moved aside first, so that no moment shows a half of each."""
+    fsync_directory(temporary)
+    aside = target.parent / f".{target.name}.replaced"
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    temporary.rename(target)
+    fsync_directory(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
