@@ -11,6 +11,8 @@ torch, no prefect, no database.
 
 from __future__ import annotations
 
+import re
+import uuid
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,10 +30,23 @@ FINETUNE_DEPLOYMENT = "finetune/worker"
 RETRAIN_DEPLOYMENT = "retrain/scheduled"
 WORK_POOL = "fastmtp"
 
+# Percent of a job's time that each stage takes, roughly; they add up to 100. Only for showing progress.
+STAGE_SHARES = {"preflight": 1, "extract": 2, "prepare": 25, "train": 35, "stitch": 3, "evaluate": 30, "publish": 4}
+
 
 def resource_id(job_id: str) -> str:
     """The event resource of a job."""
     return f"fastmtp.job.{job_id}"
+
+
+def result_key(job_id: str) -> str:
+    """Key of the artifact that holds a job's report. Artifact keys may hold only lower case, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{RESULT_KEY}-{job_id}".lower())
+
+
+def scheduled_job_id(flow_run_id: uuid.UUID | str) -> str:
+    """Id of the job that a firing of a schedule is: the flow knows no other name for it, and the API can tell it too."""
+    return f"ftjob-{uuid.UUID(str(flow_run_id)).hex}"
 
 
 class Progress(BaseModel):
@@ -52,6 +67,15 @@ class Progress(BaseModel):
     unit: str = ""
     message: str = ""
     metrics: dict[str, float] = Field(default_factory=dict)
+
+    def job_fraction(self) -> float:
+        """How much of the whole job is behind this record, 0 to 1. May fall back a little where a stage has phases."""
+        before = sum(STAGE_SHARES[stage] for stage in STAGES[: STAGES.index(self.stage)])
+        if self.status in ("finished", "skipped"):
+            share = 1.0
+        else:
+            share = min(1.0, self.done / self.total) if self.total else 0.0
+        return (before + share * STAGE_SHARES[self.stage]) / 100
 
 
 class Measurement(BaseModel):
