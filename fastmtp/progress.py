@@ -63,6 +63,7 @@ class Reporter:
         if self._bar:
             self._bar.stop()
         self._done, self._total, self._unit = 0.0, total, unit
+        self._last_line = time.monotonic()
         if not self._quiet and self._console.is_terminal:
             self._bar = Bar(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit),

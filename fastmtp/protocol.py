@@ -45,7 +45,7 @@ def result_key(job_id: str) -> str:
 
 
 def scheduled_job_id(flow_run_id: uuid.UUID | str) -> str:
-    """Id of the job that a firing of a schedule is: the flow knows no other name for it, and the API can tell it too."""
+    """Id of the job that a firing of a schedule is: the flow and the API both work it out from the flow run."""
     return f"ftjob-{uuid.UUID(str(flow_run_id)).hex}"
 
 

@@ -1,0 +1,14 @@
+"""Qwen3.5, dense: hybrid of gated delta net and full attention; text model or text part of a multimodal checkpoint."""
+
+from fastmtp.families.base import Family
+
+_MODULE = "transformers.models.qwen3_5.modeling_qwen3_5"
+
+FAMILY = Family(
+    name="qwen3.5",
+    model_types=("qwen3_5", "qwen3_5_text"),
+    layers_field="mtp_num_hidden_layers",
+    layer_class=f"{_MODULE}.Qwen3_5DecoderLayer",
+    rotary_class=f"{_MODULE}.Qwen3_5TextRotaryEmbedding",
+    norm_class=f"{_MODULE}.Qwen3_5RMSNorm",
+)
