@@ -1,0 +1,265 @@
+"""The `fastmtp` command: every stage as a verb, and `run` for the whole chain.
+
+Exit codes: 0 done, 2 bad input, 3 the gate said no, 1 anything else. Results go to stdout, everything meant for a person
+watching to stderr; with --json stdout is one JSON object, also when something fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import types
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from fastmtp.config import JobSpec
+from fastmtp.errors import FastMTPError, GateRejected, InputError
+from fastmtp.progress import Reporter
+from fastmtp.protocol import STAGES, Measurement, Report, Stage
+
+app = typer.Typer(
+    help="Fine-tune a model's own multi-token-prediction head on your prompts, the way vLLM serves it.",
+    epilog="Start with: fastmtp tiny-verifier ./tiny   then: fastmtp run --help",
+    no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+)  # fmt: skip
+
+JOB_EXAMPLE = """
+[bold]A job file[/bold]
+
+  model: ./tiny\n
+  data:     {prompts: ./tiny/prompts-train.jsonl, max_samples: 600, max_new_tokens: 192}\n
+  train:    {lr: 1.0e-3, epochs: 4, batch_tokens: 2048}\n
+  evaluate: {prompts: ./tiny/prompts-test.jsonl, num_prompts: 96, max_tokens: 192}\n
+  gate:     {min_gain: 0.02, min_drafts: 1000}\n
+  publish:  {uri: "file:///tmp/published/"}
+"""
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file; `fastmtp run --help` shows one.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or hub id.")]
+Out = Annotated[Path, typer.Option("--out", help="Directory for the result; it must be new or empty.")]
+
+
+@app.command(epilog="Example: fastmtp tiny-verifier ./tiny --seed 0")
+def tiny_verifier(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the checkpoint.")],
+    seed: Annotated[int, typer.Option(help="Seed of everything random in it.")] = 0,
+    text: Annotated[Path | None, typer.Option(help="JSONL of prompts and answers to train it on.")] = None,
+    verifier_steps: Annotated[int | None, typer.Option(help="Training steps of the verifier.")] = None,
+    head_steps: Annotated[int | None, typer.Option(help="Training steps of its native head.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a small real verifier (qwen3_next, 2.7 M parameters) with a native MTP head, for trying things out."""
+    from fastmtp import tiny
+    from fastmtp.stage import sha256_file
+
+    chosen: dict[str, Any] = dict(tiny.TEXT_DEFAULTS) if text else {}
+    if text and not text.is_file():
+        raise InputError(f"{text} is no file.", mend="--text takes a JSONL file of prompts and answers.")
+    given = {"verifier_steps": verifier_steps, "head_steps": head_steps}
+    chosen |= {name: value for name, value in given.items() if value is not None}
+    recipe = tiny.Recipe(seed=seed, text_sha256=sha256_file(text) if text else None, **chosen)
+    with Reporter("preflight") as reporter:
+        manifest = tiny.build(out, recipe, reporter, text=text)
+    _print(manifest.model_dump(mode="json"), as_json, f"{out}: {manifest.summary['parameters']} parameters")
+
+
+@app.command(epilog="Example: fastmtp extract ./tiny --out ./head")
+def extract(model: Model, out: Out, as_json: AsJson = False) -> None:
+    """Take the native head out of a checkpoint: its bytes only, nothing else is loaded."""
+    from fastmtp.extract import extract as run_extract
+    from fastmtp.pipeline import resolve_model
+
+    with Reporter("extract") as reporter:
+        manifest = run_extract(resolve_model(model), out, reporter)
+    text = f"{out}: {len(manifest.summary['tensors'])} tensors, {manifest.summary['bytes']} bytes"
+    _print(manifest.model_dump(mode="json"), as_json, text)
+
+
+@app.command(epilog="Example: fastmtp prepare job.yaml --out ./data")
+def prepare(job: JobFile, out: Out, as_json: AsJson = False) -> None:
+    """Let the verifier answer the job's prompts, and store its hidden states."""
+    from fastmtp.data.prepare import prepare as run_prepare
+    from fastmtp.pipeline import resolve_model
+
+    spec = JobSpec.from_yaml(job)
+    with Reporter("prepare") as reporter:
+        manifest = run_prepare(resolve_model(spec.model), spec.data, out, reporter)
+    summary = manifest.summary
+    text = f"{out}: {summary['rows']} of {summary['rows_in']} rows, {summary['tokens_supervised']} supervised tokens"
+    _print(manifest.model_dump(mode="json"), as_json, text)
+
+
+@app.command(epilog="Example: fastmtp train job.yaml --head ./head --data ./data --out ./tuned")
+def train(
+    job: JobFile,
+    head: Annotated[Path, typer.Option(help="Result of extract.")],
+    data: Annotated[Path, typer.Option(help="Result of prepare.")],
+    out: Out,
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune the head recursively; the result holds a head like the one that went in."""
+    from fastmtp.pipeline import resolve_model
+    from fastmtp.train import train as run_train
+
+    spec = JobSpec.from_yaml(job)
+    with Reporter("train") as reporter:
+        manifest = run_train(resolve_model(spec.model), head, data, spec.train, out, reporter)
+    best = manifest.summary["best"]["mean_acceptance_length"]
+    text = f"{out}: {manifest.summary['steps']} steps, held-out mean acceptance length {best:.3f}; see {out}/curves.png"
+    _print(manifest.model_dump(mode="json"), as_json, text)
+
+
+@app.command(epilog="Example: fastmtp stitch ./tiny --head ./tuned --out ./checkpoint")
+def stitch(
+    model: Model, head: Annotated[Path, typer.Option(help="Result of train.")], out: Out, as_json: AsJson = False
+) -> None:
+    """Put a head into a copy of its checkpoint; every other byte stays as it is, and that is checked."""
+    from fastmtp.pipeline import resolve_model
+    from fastmtp.stitch import stitch as run_stitch
+
+    with Reporter("stitch") as reporter:
+        manifest = run_stitch(resolve_model(model), head, out, reporter)
+    text = f"{out}: {manifest.summary['tensors_changed']} of {manifest.summary['tensors_of_head']} tensors changed"
+    _print(manifest.model_dump(mode="json"), as_json, text)
+
+
+@app.command(epilog="Example: fastmtp evaluate job.yaml --base ./tiny --tuned ./checkpoint --out ./evaluation")
+def evaluate(
+    job: JobFile,
+    base: Annotated[str, typer.Option(help="The verifier as it came.")],
+    tuned: Annotated[Path, typer.Option(help="Result of stitch.")],
+    out: Out,
+    as_json: AsJson = False,
+) -> None:
+    """Measure acceptance per draft position with vLLM, before and after. Exit code 3 when the gate says no."""
+    from fastmtp.evaluate import evaluate as run_evaluate
+    from fastmtp.pipeline import resolve_model
+
+    spec = JobSpec.from_yaml(job)
+    heads = {"base": resolve_model(base), "tuned": tuned}
+    with Reporter("evaluate") as reporter:
+        manifest = run_evaluate(heads, spec.evaluate, spec.gate, out, reporter)
+    summary = manifest.summary
+    _show({name: Measurement.model_validate(summary[name]) for name in heads}, as_json)
+    gate = summary["gate"]
+    _print(manifest.model_dump(mode="json"), as_json, f"gate: {gate['reason']}; plot: {out}/acceptance.png")
+    if not gate["passed"]:
+        raise typer.Exit(GateRejected.exit_code)
+
+
+@app.command(epilog="Example: fastmtp publish ./checkpoint --to s3://models/qwen3-next-fastmtp/")
+def publish(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Result of stitch.")],
+    to: Annotated[str, typer.Option(help="s3://bucket/prefix/ or file:///directory/.")],
+    receipt: Annotated[Path | None, typer.Option(help="Directory for the receipt; beside the checkpoint.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a stitched checkpoint as a version, read every object back, write the manifest last. No gate is asked."""
+    from fastmtp import storage
+    from fastmtp.pipeline import identity, publish_checkpoint
+
+    storage.probe(to)
+    about = {"verifier": identity(checkpoint)}
+    place = receipt or checkpoint.with_name(f"{checkpoint.name}.published")
+    with Reporter("publish") as reporter:
+        manifest = publish_checkpoint(checkpoint, to, place, about, reporter)
+    _print(manifest.model_dump(mode="json"), as_json, f"published: {manifest.summary['uri']}")
+
+
+@app.command(epilog=JOB_EXAMPLE)
+def run(
+    job: JobFile,
+    workdir: Annotated[Path | None, typer.Option(help="Directory of all results; runs/JOB when unset.")] = None,
+    only: Annotated[str | None, typer.Option(help=f"One stage alone: {', '.join(STAGES)}.")] = None,
+    job_id: Annotated[str, typer.Option(help="Name of the job in the report.")] = "local",
+    dry_run: Annotated[bool, typer.Option(help="Check everything, say what would be done, do nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a whole job without any service: WORKDIR/report.json at the end. What is finished is not done again."""
+    from fastmtp import pipeline
+    from fastmtp.preflight import Policy, check_job
+
+    spec = JobSpec.from_yaml(job)
+    root = workdir or Path("runs") / job.stem
+    if dry_run:
+        summary = check_job(spec, Policy.from_env())
+        _print({"plan": list(STAGES), "workdir": str(root), **summary}, as_json, _plan(summary, root))
+        return
+    if only is not None:
+        if only not in STAGES:
+            raise InputError(f"--only {only} is no stage.", mend=f"Stages are {', '.join(STAGES)}.")
+        stage: Stage = only  # type: ignore[assignment]
+        result = pipeline.run_one(stage, pipeline.open_workdir(root, spec), spec)
+        _print(result, as_json, json.dumps(result["summary"], indent=1))
+        return
+    try:
+        report = pipeline.run(spec, root, job_id=job_id)
+    except GateRejected:
+        report = Report.model_validate_json((root / "report.json").read_bytes())
+    _finish(report, root, as_json)
+
+
+def _finish(report: Report, root: Path, as_json: bool) -> None:
+    figures = {name: getattr(report, name) for name in ("base", "tuned", "incumbent") if getattr(report, name)}
+    _show(figures, as_json)
+    where = report.published or "nothing published"
+    text = f"{report.status}: {report.gate.get('reason', '')}\n{where}\nreport: {root}/report.json"
+    _print(report.model_dump(mode="json"), as_json, text)
+    if report.status == "rejected":
+        raise typer.Exit(GateRejected.exit_code)
+
+
+def _plan(summary: dict[str, Any], root: Path) -> str:
+    found = ", ".join(f"{name}: {value}" for name, value in summary.items())
+    return f"{found}\nwould run {' > '.join(STAGES)} in {root}"
+
+
+def _show(figures: dict[str, Measurement], as_json: bool) -> None:
+    from fastmtp.table import acceptance_table
+
+    if figures:
+        Console(stderr=as_json).print(Markdown(acceptance_table(figures)))
+
+
+def _print(value: dict[str, Any], as_json: bool, text: str) -> None:
+    sys.stdout.write((json.dumps(value) if as_json else text) + "\n")
+
+
+def _fail(error: FastMTPError) -> int:
+    """One line on stderr, and the error as JSON on stdout when JSON was asked for."""
+    if "--json" in sys.argv:
+        found = {"code": error.code, "message": str(error), "pointer": getattr(error, "pointer", "")}
+        sys.stdout.write(json.dumps({"error": found}) + "\n")
+    sys.stderr.write(f"fastmtp: {error}\n")
+    return error.exit_code
+
+
+def _on_sigterm(_number: int, _frame: types.FrameType | None) -> NoReturn:
+    # SystemExit runs every `finally` on the way out, which is what ends our own children.
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def main() -> None:
+    """Entry of the command."""
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    # Other people's progress bars and warnings would stand between ours.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    try:
+        app()
+    except FastMTPError as error:
+        sys.exit(_fail(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

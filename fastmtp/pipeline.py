@@ -1,0 +1,301 @@
+"""The whole chain in one working directory: which stage reads what of which, in what order, and how it ends.
+
+`run` does all of it in this process; the flow runs the same stages one by one, each as `fastmtp run --only STAGE`. A
+finished stage is found by its manifest and not done again. Importing this loads no torch; the stages that need it import
+it when they run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastmtp import storage
+from fastmtp.checkpoint import open_checkpoint
+from fastmtp.config import JobSpec
+from fastmtp.errors import FastMTPError, GateRejected, InputError
+from fastmtp.preflight import Policy, check_job, is_local, local_path
+from fastmtp.progress import Reporter
+from fastmtp.protocol import STAGES, Artifact, Measurement, Report, Stage
+from fastmtp.stage import MANIFEST, Manifest, digest_of, read_manifest, run_stage, write_atomic
+
+RECEIPT = "receipt.json"
+
+
+@dataclass(frozen=True)
+class Workdir:
+    """Where a job keeps its parts. Each stage's result is a directory of its own."""
+
+    root: Path
+
+    @property
+    def job_file(self) -> Path:
+        return self.root / "job.yaml"
+
+    @property
+    def progress_file(self) -> Path:
+        return self.root / "progress.jsonl"
+
+    @property
+    def report_file(self) -> Path:
+        return self.root / "report.json"
+
+    @property
+    def head(self) -> Path:
+        return self.root / "head"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def tuned(self) -> Path:
+        return self.root / "tuned"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.root / "checkpoint"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.root / "evaluation"
+
+    @property
+    def incumbent(self) -> Path:
+        return self.root / "incumbent"
+
+    @property
+    def published(self) -> Path:
+        return self.root / "published"
+
+    def result_of(self, stage: Stage) -> Path | None:
+        """The directory of a stage's result; preflight has none."""
+        found = {
+            "extract": self.head, "prepare": self.data, "train": self.tuned, "stitch": self.checkpoint,
+            "evaluate": self.evaluation, "publish": self.published,
+        }  # fmt: skip
+        return found.get(stage)
+
+
+def open_workdir(root: Path, spec: JobSpec) -> Workdir:
+    """Make (or reuse) a working directory for `spec`. Raises InputError when the place cannot be written."""
+    workdir = Workdir(root.resolve())
+    try:
+        workdir.root.mkdir(parents=True, exist_ok=True)
+        write_atomic(workdir.job_file, spec.to_yaml().encode())
+    except OSError as error:
+        raise InputError(f"{root}: {error.strerror}.", mend="Name a directory that can be written.") from error
+    return workdir
+
+
+def run(spec: JobSpec, root: Path, *, job_id: str = "local", quiet: bool = False) -> Report:
+    """Run every stage of a job and write `report.json`. A failure is reported there too, then raised.
+
+    Raises:
+        FastMTPError: a stage failed; GateRejected when everything ran and the gate said no.
+    """
+    workdir = open_workdir(root, spec)
+    workdir.report_file.unlink(missing_ok=True)
+    for stage in STAGES:
+        if stage == "publish" and not wants_publishing(workdir, spec):
+            continue
+        try:
+            run_one(stage, workdir, spec, quiet=quiet)
+        except FastMTPError as error:
+            build_report(workdir, job_id, {"code": error.code, "message": str(error), "stage": stage})
+            raise
+    report = build_report(workdir, job_id)
+    if report.status == "rejected":
+        raise GateRejected(str(report.gate.get("reason")))
+    return report
+
+
+def wants_publishing(workdir: Workdir, spec: JobSpec) -> bool:
+    """Whether the evaluation's gate passed and the job names a destination."""
+    return spec.publish is not None and bool(read_manifest(workdir.evaluation).summary["gate"]["passed"])
+
+
+def run_one(stage: Stage, workdir: Workdir, spec: JobSpec, *, quiet: bool = False) -> dict[str, Any]:
+    """Run one stage in this process. Returns its manifest as JSON-able data (for preflight: stage and summary only)."""
+    with Reporter(stage, file=workdir.progress_file, quiet=quiet) as reporter:
+        return _STAGES[stage](workdir, spec, reporter)
+
+
+def build_report(workdir: Workdir, job_id: str, error: dict[str, str] | None = None) -> Report:
+    """How the job ended, from the manifests of its stages; also written to `report.json`.
+
+    Args:
+        error: `code`, `message` and `stage` of what failed, if something did.
+    """
+    manifests: dict[str, Manifest] = {}
+    for stage in STAGES:
+        directory = workdir.result_of(stage)
+        if directory and (directory / MANIFEST).is_file():
+            manifests[stage] = read_manifest(directory)
+    report = Report(job_id=job_id, status="failed" if error else "succeeded", error=error)
+    report.seconds = {stage: round(manifest.seconds, 2) for stage, manifest in manifests.items()}
+    if "evaluate" in manifests and not (error and error["stage"] == "evaluate"):
+        summary = manifests["evaluate"].summary
+        for name in ("base", "tuned", "incumbent"):
+            if name in summary:
+                setattr(report, name, Measurement.model_validate(summary[name]))
+        report.gate = summary["gate"]
+        report.greedy_identical = tuple(summary["greedy_identical"]) if summary["greedy_identical"] else None
+        if not error and not report.gate["passed"]:
+            report.status = "rejected"
+    if "publish" in manifests and report.status == "succeeded":
+        receipt = manifests["publish"].summary
+        report.published = receipt["uri"]
+        report.artifacts = [Artifact.model_validate(item) for item in receipt["artifacts"]]
+    write_atomic(workdir.report_file, report.model_dump_json(indent=1).encode())
+    return report
+
+
+def resolve_model(model: str) -> Path:
+    """A local directory with the model: as named, or downloaded from the hub (its cache is used)."""
+    if is_local(model):
+        return local_path(model).resolve()
+    if model.startswith("s3://"):
+        raise InputError(
+            f"{model}: models are read from a directory or the hub.", mend="Download it first.", pointer="/model"
+        )
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.pkl", "*.py"]))
+
+
+def _preflight(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
+    summary = check_job(spec, Policy.from_env())
+    from fastmtp.serving import vllm_python
+
+    summary["vllm_python"] = str(vllm_python())
+    needed = summary.get("model_bytes", 0)
+    free = shutil.disk_usage(workdir.root).free
+    if needed > free:
+        raise InputError(
+            f"{workdir.root} has {free} bytes free; the stitched checkpoint alone needs {needed}.",
+            mend="Free space, or name another --workdir.",
+        )
+    reporter.say(
+        f"{summary.get('family', spec.model)}: head of {summary.get('head_tensors', '?')} tensors, everything is in place"
+    )
+    return {"stage": "preflight", "summary": summary}
+
+
+def _extract(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
+    from fastmtp.extract import extract
+
+    return _dump(extract(resolve_model(spec.model), workdir.head, reporter, replace=True))
+
+
+def _prepare(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
+    from fastmtp.data.prepare import prepare
+
+    return _dump(prepare(resolve_model(spec.model), spec.data, workdir.data, reporter, replace=True))
+
+
+def _train(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
+    from fastmtp.train import train
+
+    model = resolve_model(spec.model)
+    return _dump(train(model, workdir.head, workdir.data, spec.train, workdir.tuned, reporter, replace=True))
+
+
+def _stitch(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
+    from fastmtp.stitch import stitch
+
+    return _dump(stitch(resolve_model(spec.model), workdir.tuned, workdir.checkpoint, reporter, replace=True))
+
+
+def _evaluate(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
+    from fastmtp.evaluate import evaluate
+
+    model = resolve_model(spec.model)
+    heads = {"base": model, "tuned": workdir.checkpoint}
+    if spec.publish and _fetch_incumbent(spec.publish.uri, model, workdir, reporter):
+        heads["incumbent"] = workdir.incumbent
+    return _dump(evaluate(heads, spec.evaluate, spec.gate, workdir.evaluation, reporter, replace=True))
+
+
+def _publish(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
+    assert spec.publish is not None
+    evaluation = read_manifest(workdir.evaluation).summary
+    if not evaluation["gate"]["passed"]:
+        raise GateRejected(evaluation["gate"]["reason"])
+    about = {"verifier": identity(resolve_model(spec.model)), "model": spec.model, "evaluation": evaluation}
+    return _dump(publish_checkpoint(workdir.checkpoint, spec.publish.uri, workdir.published, about, reporter))
+
+
+def publish_checkpoint(
+    checkpoint: Path, uri: str, receipt_dir: Path, about: dict[str, Any], reporter: Reporter
+) -> Manifest:
+    """Publish a stitched checkpoint below `uri`; the receipt, with every object's URI, size and sha256, is the result."""
+    stitched = read_manifest(checkpoint)
+    version = f"v-{stitched.digest()[:12]}"
+    total = sum(entry.size for entry in stitched.files.values())
+
+    def body(directory: Path) -> dict[str, Any]:
+        reporter.phase(f"uploading to {uri}", total, "bytes")
+        sent = 0
+
+        def on_bytes(count: int) -> None:
+            nonlocal sent
+            sent += count
+            reporter.advance(sent)
+
+        manifest = storage.publish(checkpoint, uri, version, stitched.files, about, on_bytes)
+        (directory / RECEIPT).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        artifacts = [{key: item[key] for key in ("uri", "size", "sha256")} for item in manifest["files"]]
+        return {"uri": f"{uri.rstrip('/')}/{version}", "version": version, "artifacts": artifacts}
+
+    inputs = {"checkpoint": stitched.digest(), "about": digest_of(about)}
+    return run_stage(
+        "publish", receipt_dir, config={"uri": uri}, inputs=inputs, body=body, reporter=reporter, replace=True
+    )
+
+
+def identity(model: Path) -> str:
+    """What a checkpoint is, wherever its files lie: config and tensor names, types and shapes."""
+    checkpoint = open_checkpoint(model)
+    tensors = [[entry.key, entry.dtype, entry.shape] for _, entry in sorted(checkpoint.tensors.items())]
+    return digest_of([checkpoint.config, tensors])
+
+
+def _fetch_incumbent(uri: str, model: Path, workdir: Workdir, reporter: Reporter) -> bool:
+    """Bring what is published into the working directory, if something of the same model is. Returns whether."""
+    manifest = storage.latest(uri)
+    if manifest is None:
+        return False
+    if manifest.get("verifier") != identity(model):
+        reporter.say("what is published here is of another model and is not compared")
+        return False
+    marker = workdir.incumbent / MANIFEST
+    if marker.is_file() and json.loads(marker.read_bytes()).get("version") == manifest["version"]:
+        return True
+    reporter.phase(f"fetching what is published, {manifest['version']}")
+    temporary = workdir.root / ".incumbent.partial"
+    shutil.rmtree(temporary, ignore_errors=True)
+    storage.fetch(uri, manifest, temporary)
+    write_atomic(temporary / MANIFEST, json.dumps(manifest).encode())
+    shutil.rmtree(workdir.incumbent, ignore_errors=True)
+    temporary.rename(workdir.incumbent)
+    return True
+
+
+def _dump(manifest: Manifest) -> dict[str, Any]:
+    return manifest.model_dump(mode="json")
+
+
+_STAGES: dict[Stage, Callable[[Workdir, JobSpec, Reporter], dict[str, Any]]] = {
+    "preflight": _preflight,
+    "extract": _extract,
+    "prepare": _prepare,
+    "train": _train,
+    "stitch": _stitch,
+    "evaluate": _evaluate,
+    "publish": _publish,
+}
