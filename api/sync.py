@@ -1,0 +1,121 @@
+"""Keeps the database and Prefect in step while the service runs: stream for speed, poll for truth.
+
+Three tasks: one works through the outbox, one listens to Prefect's events, one reads the state of open runs every few
+seconds, and at once when the stream (re)connects: subscribed first, then read, so that nothing falls between. None of
+them ever ends by an error: it is logged, shown by `health`, and tried again. Several services on one database only
+repeat each other's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from api.orchestrator import Orchestrator, OrchestratorError, Unavailable
+from api.outbox import Dispatcher
+from api.reconcile import Reconciler
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 30.0
+STEADY_SECONDS = 60.0
+RETRY_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class Sync:
+    """The background work of the service. `running` starts it and ends it."""
+
+    def __init__(
+        self, orchestrator: Orchestrator, dispatcher: Dispatcher, reconciler: Reconciler, *, poll_seconds: float
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._dispatcher = dispatcher
+        self._reconciler = reconciler
+        self._poll_seconds = poll_seconds
+        self._work = asyncio.Event()
+        self._poll = asyncio.Event()
+        self._deep = True
+        self.last_reading: float | None = None
+        self.streaming = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Work in the background until left."""
+        steps = (self._dispatch, self._listen, self._read)
+        tasks = [asyncio.create_task(_forever(step), name=f"sync{step.__name__}") for step in steps]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        """There is something new in the outbox."""
+        self._work.set()
+
+    def lag(self) -> float | None:
+        """Seconds since the state of all open runs was last read; None before the first time."""
+        return None if self.last_reading is None else time.time() - self.last_reading
+
+    async def _dispatch(self) -> None:
+        self._work.clear()
+        done, wait = await self._dispatcher.dispatch_due()
+        if done:
+            # The stream may have told of a new run before its row named it.
+            self._poll.set()
+        await _wait(self._work, IDLE_SECONDS if wait is None else min(wait, IDLE_SECONDS))
+
+    async def _listen(self) -> None:
+        try:
+            async with self._orchestrator.stream() as stream:
+                self.streaming, self._deep = True, True
+                self._poll.set()
+                async for seen in stream:
+                    await self._reconciler.hear(seen)
+        finally:
+            self.streaming = False
+        raise Unavailable("Prefect closed its event stream.")
+
+    async def _read(self) -> None:
+        self._poll.clear()
+        deep, self._deep = self._deep, False
+        try:
+            await self._reconciler.reconcile(deep=deep)
+        except Exception:
+            self._deep = self._deep or deep
+            self._reconciler.lost_contact()
+            raise
+        self.last_reading = time.time()
+        await _wait(self._poll, self._poll_seconds)
+
+
+async def _forever(step: Callable[[], Awaitable[None]]) -> None:
+    """Repeat a step. After an error wait a little, longer each time; of a row of known errors the first is logged."""
+    failures = 0
+    while True:
+        begun = time.monotonic()
+        try:
+            await step()
+            failures = 0
+        except (OrchestratorError, SQLAlchemyError, OSError) as error:
+            if time.monotonic() - begun > STEADY_SECONDS:
+                failures = 0
+            if failures == 0:
+                log.warning("%s: %s", step.__name__.strip("_"), error)
+            failures += 1
+        except Exception:
+            log.exception("%s failed; trying again", step.__name__.strip("_"))
+            failures += 1
+        if failures:
+            await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS)) - 1])
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
