@@ -1,7 +1,8 @@
 """Register work pool and deployments with the Prefect server that PREFECT_API_URL names: `python -m flows.deployments`.
 
-Idempotent: run it at every start. Schedules that were made through the API stay. The flows are named by import path, so
-a worker needs this package installed and nothing to pull.
+Idempotent: run it at every start. The flows are named by import path, so a worker needs this package installed and
+nothing to pull. Prefect's own `deploy` drops a deployment's schedules when it is repeated; this keeps them, since users
+made them.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import contextlib
 import sys
 from typing import Any
 
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
-from prefect.deployments.runner import RunnerDeployment
-from prefect.exceptions import ObjectAlreadyExists
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.flows import Flow
-from prefect.types.entrypoint import EntrypointType
+from prefect.utilities.callables import parameter_schema
 from prefect.workers.process import ProcessWorker
 
+import fastmtp
 from fastmtp.protocol import COMMON_TAG, FINETUNE_DEPLOYMENT, RETRAIN_DEPLOYMENT, WORK_POOL
 from flows.finetune import finetune
 from flows.retrain import retrain
@@ -34,22 +35,35 @@ async def deploy() -> None:
         template = ProcessWorker.get_default_base_job_template()
         with contextlib.suppress(ObjectAlreadyExists):
             await client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template))
-    # One firing at a time: a schedule faster than its own jobs must not heap them up.
-    one_at_a_time = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
-    await _deployment(finetune, FINETUNE_DEPLOYMENT).aapply()
-    await _deployment(retrain, RETRAIN_DEPLOYMENT, one_at_a_time).aapply()
+        await _register(client, finetune, FINETUNE_DEPLOYMENT)
+        # One firing at a time: a schedule faster than its own jobs must not heap them up.
+        one = {
+            "concurrency_limit": 1,
+            "concurrency_options": ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW),
+        }
+        await _register(client, retrain, RETRAIN_DEPLOYMENT, **one)
 
 
-def _deployment(flow: Flow[..., Any], full_name: str, limit: ConcurrencyLimitConfig | None = None) -> RunnerDeployment:
-    return RunnerDeployment.from_flow(
-        flow,
-        name=full_name.split("/")[1],
-        work_pool_name=WORK_POOL,
-        tags=[COMMON_TAG],
-        entrypoint_type=EntrypointType.MODULE_PATH,
-        job_variables={"env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}},
-        concurrency_limit=limit,
-    )
+async def _register(client: PrefectClient, flow: Flow[..., Any], full_name: str, **more: Any) -> None:
+    name = full_name.split("/")[1]
+    fields: dict[str, Any] = {
+        "version": fastmtp.__version__,
+        "description": flow.description,
+        "entrypoint": f"{flow.fn.__module__}.{flow.fn.__name__}",
+        "work_pool_name": WORK_POOL,
+        "tags": [COMMON_TAG],
+        "job_variables": {"env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}},
+        "parameter_openapi_schema": parameter_schema(flow).model_dump(exclude_unset=True),
+        "enforce_parameter_schema": True,
+        **more,
+    }
+    try:
+        existing = await client.read_deployment_by_name(full_name)
+    except ObjectNotFound:
+        flow_id = await client.create_flow_from_name(flow.name)
+        await client.create_deployment(flow_id, name, **fields)
+    else:
+        await client.update_deployment(existing.id, DeploymentUpdate(**fields))
 
 
 def main() -> None:

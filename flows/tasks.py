@@ -14,11 +14,13 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fastmtp.pipeline import Workdir
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Failed
 
 from fastmtp import procs
 from fastmtp.errors import FastMTPError, ProcessError
@@ -42,7 +44,6 @@ class StageFailed(FastMTPError):
         super().__init__(f"{stage}: {self.message}")
 
 
-@task(name="stage", task_run_name="{stage}", cache_policy=NO_CACHE, retries=0, persist_result=False)
 def run_stage(stage: Stage, workdir: Workdir, job_id: str, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
     """Run one stage to its end.
 
@@ -55,6 +56,23 @@ def run_stage(stage: Stage, workdir: Workdir, job_id: str, on_progress: Callable
     Raises:
         StageFailed: it said what is wrong, or died, or stalled.
     """
+    state = stage_task(stage, workdir, job_id, on_progress, return_state=True)
+    return cast("dict[str, Any]", state.result())
+
+
+@task(name="stage", task_run_name="{stage}", cache_policy=NO_CACHE, retries=0, persist_result=False)
+def stage_task(
+    stage: Stage, workdir: Workdir, job_id: str, on_progress: Callable[[Progress], None]
+) -> dict[str, Any] | State[Any]:
+    """The stage as Prefect shows it. What it refuses becomes a Failed state of one line, not a traceback in the log."""
+    try:
+        return execute(stage, workdir, job_id, on_progress)
+    except StageFailed as failed:
+        return Failed(message=str(failed), data=failed)
+
+
+def execute(stage: Stage, workdir: Workdir, job_id: str, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
+    """The stage's child, from start to end. See `run_stage`."""
     logger = get_run_logger()
     strays = procs.reap(job_id)
     if strays:
