@@ -1,7 +1,7 @@
 """The `fastmtp` command: every stage as a verb, and `run` for the whole chain.
 
-Exit codes: 0 done, 2 bad input, 3 the gate said no, 1 anything else. Results go to stdout, everything meant for a person
-watching to stderr; with --json stdout is one JSON object, also when something fails.
+Exit codes: 0 done, 2 bad input, 3 the gate said no, 1 anything else. Results go to stdout, everything meant for a
+person watching to stderr; with --json stdout is one JSON object, also when something fails.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def run(
     if only is not None:
         if only not in STAGES:
             raise InputError(f"--only {only} is no stage.", mend=f"Stages are {', '.join(STAGES)}.")
-        stage: Stage = only  # type: ignore[assignment]
+        stage: Stage = next(stage for stage in STAGES if stage == only)
         result = pipeline.run_one(stage, pipeline.open_workdir(root, spec), spec)
         _print(result, as_json, json.dumps(result["summary"], indent=1))
         return

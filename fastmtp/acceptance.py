@@ -1,7 +1,7 @@
 """From hits to acceptance, the way vLLM counts: over the places where decoding lands, not over every position.
 
-rate_i = accepted at position i / drafts (cumulative, so non-increasing in i); mean acceptance length = 1 + sum of the rates.
-Source of the definition: vLLM 0.32, `v1/spec_decode/metrics.py`. Loads no torch.
+rate_i = accepted at position i / drafts (cumulative, so non-increasing in i); mean acceptance length = 1 + sum of the
+rates. Source of the definition: vLLM 0.32, `v1/spec_decode/metrics.py`. Loads no torch.
 """
 
 from __future__ import annotations

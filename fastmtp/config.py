@@ -126,9 +126,9 @@ class JobSpec(_Strict):
 
     model: str = Field(min_length=1, description="Checkpoint directory, or hub id where the operator allows it.")
     data: DataConfig
-    train: TrainConfig = TrainConfig()  # type: ignore[call-arg]
+    train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig
-    gate: GateConfig = GateConfig()  # type: ignore[call-arg]
+    gate: GateConfig = GateConfig()
     publish: PublishConfig | None = Field(None, description="Nothing is published when absent.")
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Acceptance per draft position under vLLM, verifier as it came against stitched, and whether that is enough to publish.
+"""Acceptance per draft position under vLLM, verifier as it came against stitched, and whether to publish.
 
 Every head answers the same prompts on a server of its own, one after the other; the figures are differences of vLLM's
-counters around the answers. A head already published at the destination is measured in the same way, since figures taken
-on other prompts, or by another vLLM, cannot be compared.
+counters around the answers. A head already published at the destination is measured in the same way, since figures
+taken on other prompts, or by another vLLM, cannot be compared.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def judge(figures: Mapping[str, Measurement], gate: GateConfig) -> dict[str, Any
         name, drafts = next(iter(few.items()))
         return {
             "passed": False,
-            "reason": f"inconclusive: {drafts} drafts of {name}, {gate.min_drafts} are asked for; evaluate more prompts",
+            "reason": f"inconclusive: {drafts} drafts of {name}, fewer than {gate.min_drafts}: evaluate more prompts",
         }
     tuned = figures["tuned"].mean_acceptance_length
     for name in ("incumbent", "base"):

@@ -1,7 +1,7 @@
 """Take the native head out of a checkpoint: its bytes only, by offset, names and dtypes as they are.
 
-The result directory holds `head.safetensors` (keys `mtp.*`), `config.json` as the verifier has it, and the manifest, whose
-summary says family, expert layout and where each tensor came from. The rest of the checkpoint is never read.
+The result directory holds `head.safetensors` (keys `mtp.*`), `config.json` as the verifier has it, and the manifest,
+whose summary says family, expert layout and where each tensor came from. The rest of the checkpoint is never read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEAD_FILE = "head.safetensors"
 
 
 def extract(model: Path, target: Path, reporter: Reporter, *, replace: bool = False) -> Manifest:
-    """Extract the head of the checkpoint in `model` into `target`. Raises CheckpointError when there is no whole head."""
+    """Extract the head of checkpoint `model` into `target`. Raises CheckpointError when there is no whole head."""
     checkpoint = open_checkpoint(model)
     head = find_head(checkpoint)
     return run_stage(

@@ -6,10 +6,10 @@ The head is the family's own decoder layer from transformers, with its attention
 
 where `previous` is the verifier's state after its final norm at step 0, and the step before's y afterwards.
 
-`serving` recursion: the head has one KV cache. Positions up to t hold the keys and values of step 0; step k, which runs at
-position t+k, sees those and its own chain's steps 1..k, nothing else. In a parallel pass that is: step-0 keys under the
-causal mask, later steps' keys on the diagonal. Later steps are computed at the given origins only.
-`plain` recursion (FastMTP's training): every step attends causally to its own step's keys, at unshifted positions.
+`serving` recursion: the head has one KV cache. Positions up to t hold the keys and values of step 0; step k, which
+runs at position t+k, sees those and its own chain's steps 1..k, nothing else. In a parallel pass that is: step-0 keys
+under the causal mask, later steps' keys on the diagonal. Later steps are computed at the given origins only. `plain`
+recursion (FastMTP's training): every step attends causally to its own step's keys, at unshifted positions.
 
 Rows are packed without padding; attention runs row by row, so no row sees another. Sources: vLLM 0.32,
 `v1/spec_decode/llm_base_proposer.py` and `model_executor/models/qwen3_next_mtp.py`; FastMTP, arXiv 2509.18362.
@@ -72,7 +72,7 @@ class CausalRows:
 
 
 class ChainAttention:
-    """Attention of a step k >= 1 at chosen origins: step 0's keys up to the origin, and the chain's own on the diagonal.
+    """Attention of steps k >= 1 at chosen origins: step 0's keys up to each origin, and its own chain's.
 
     Args:
         base: step 0's attention, with the keys it kept.
@@ -240,7 +240,7 @@ def _load_class(dotted: str) -> Callable[..., nn.Module]:
 
 
 def from_native(native: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Native tensors (`mtp.*`, experts in either layout) -> the module's state dict. `to_native` is its exact inverse."""
+    """Native tensors (`mtp.*`, experts in either layout) -> the module's state dict. `to_native` is its inverse."""
     state = {key.removeprefix(HEAD_PREFIX): value for key, value in native.items()}
     experts = experts_in(text_config(config))
     prefix = "layers.0.mlp.experts."

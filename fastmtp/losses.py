@@ -1,7 +1,8 @@
 """Cross-entropy over the full vocabulary, in chunks of tokens, with the gradient formed in the forward pass.
 
-Logits of [tokens, vocabulary] never exist for more than a chunk, and nothing is computed twice: while a chunk's logits are
-there, their gradient is taken back through the output head at once. Equal to the naive form up to rounding.
+Logits of [tokens, vocabulary] never exist for more than a chunk, and nothing is computed twice: while a chunk's
+logits are there, their gradient is taken back through the output head at once. Equal to the naive form up to
+rounding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The whole chain in one working directory: which stage reads what of which, in what order, and how it ends.
 
 `run` does all of it in this process; the flow runs the same stages one by one, each as `fastmtp run --only STAGE`. A
-finished stage is found by its manifest and not done again. Importing this loads no torch; the stages that need it import
-it when they run.
+finished stage is found by its manifest and not done again. Importing this loads no torch; the stages that need it
+import it when they run.
 """
 
 from __future__ import annotations
@@ -180,9 +180,8 @@ def _preflight(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str,
             f"{workdir.root} has {free} bytes free; the stitched checkpoint alone needs {needed}.",
             mend="Free space, or name another --workdir.",
         )
-    reporter.say(
-        f"{summary.get('family', spec.model)}: head of {summary.get('head_tensors', '?')} tensors, everything is in place"
-    )
+    head = f", head of {summary['head_tensors']} tensors" if "head_tensors" in summary else ""
+    reporter.say(f"{summary.get('family', spec.model)}{head}: everything is in place")
     return {"stage": "preflight", "summary": summary}
 
 
@@ -233,7 +232,7 @@ def _publish(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, A
 def publish_checkpoint(
     checkpoint: Path, uri: str, receipt_dir: Path, about: dict[str, Any], reporter: Reporter
 ) -> Manifest:
-    """Publish a stitched checkpoint below `uri`; the receipt, with every object's URI, size and sha256, is the result."""
+    """Publish a stitched checkpoint below `uri`; the result is a receipt with each object's URI, size and sha256."""
     stitched = read_manifest(checkpoint)
     version = f"v-{stitched.digest()[:12]}"
     total = sum(entry.size for entry in stitched.files.values())

@@ -25,7 +25,7 @@ def plot_curves(metrics: Path, target: Path) -> None:
 
 
 def plot_acceptance(measured: Mapping[str, Measurement], target: Path) -> None:
-    """Acceptance per draft position, one bar per head and position, with mean acceptance lengths in the legend, as a PNG."""
+    """Acceptance per draft position, a bar per head and position, mean acceptance lengths in the legend, as a PNG."""
     figure, (axes,) = _figure(1)
     width = 0.8 / len(measured)
     for place, (name, found) in enumerate(measured.items()):
@@ -33,9 +33,9 @@ def plot_acceptance(measured: Mapping[str, Measurement], target: Path) -> None:
         positions = [position + (place - (len(measured) - 1) / 2) * width for position in range(len(found.acceptance))]
         bars = axes.bar(positions, found.acceptance, width, label=label)
         axes.bar_label(bars, fmt="%.3f", padding=2, fontsize=9)
-    positions = range(max(len(found.acceptance) for found in measured.values()))
+    ticks = range(max(len(found.acceptance) for found in measured.values()))
     axes.set(xlabel="draft position", ylabel="accepted / drafts", title="Acceptance under vLLM", ylim=(0, 1.08))
-    axes.set_xticks(list(positions))
+    axes.set_xticks(list(ticks))
     _finish(figure, (axes,), target)
 
 

@@ -1,7 +1,7 @@
 """Look before anything costly: model, prompts and destination of a job, from headers and first rows alone.
 
-Loads no torch and reads no tensor, so the API, the command line and the flow all call it. What it finds wrong it raises as
-an `InputError` that names file, key and mend, with a JSON pointer to the job's field.
+Loads no torch and reads no tensor, so the API, the command line and the flow all call it. What it finds wrong it
+raises as an `InputError` that names file, key and mend, with a JSON pointer to the job's field.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _compare(root: Path, found: dict[str, TensorEntry], expected: dict[str, tupl
     missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing:
         raise CheckpointError(
-            f"{root}: the head is incomplete: {len(missing)} of {len(expected)} tensors are missing, {missing[0]} first.",
+            f"{root}: the head lacks {len(missing)} of its {len(expected)} tensors, {missing[0]} first.",
             mend="Take the original checkpoint.",
             pointer="/model",
         )

@@ -1,9 +1,9 @@
-"""The only place that starts processes: every child ends with its parent, leaves no orphan, and writes to a file, never a pipe.
+"""The only place that starts processes: each child ends with its parent, leaves no orphan, and writes to a file.
 
-What each child gets: its own session, no standard input, output in files (a child that inherits a pipe keeps a dead parent's
-run looking alive), a marker variable in its environment by which strays are found, and a signal when its parent dies.
-What ends it: SIGTERM to the whole tree, then SIGKILL, then a sweep over everything that still carries the marker, since
-grandchildren in sessions of their own (torchrun's ranks, vLLM's engine) are in no group of ours.
+What each child gets: its own session, no standard input, output in files (a child that inherits a pipe keeps a dead
+parent's run looking alive), a marker variable in its environment by which strays are found, and a signal when its
+parent dies. What ends it: SIGTERM to the whole tree, then SIGKILL, then a sweep over everything that still carries
+the marker, since grandchildren in sessions of their own (torchrun's ranks, vLLM's engine) are in no group of ours.
 
 Does not restart anything and knows nothing about what it runs. Call it from the main thread: the kernel sends the
 parent-death signal when the *thread* that forked ends.
@@ -115,7 +115,7 @@ def run(
 def wait_until(
     ready: Callable[[], bool], child: subprocess.Popen[bytes], *, what: str, log: Path, timeout: float
 ) -> None:
-    """Poll `ready` until it holds. Raises ProcessError with the log's last lines at once when the child dies, or at the timeout."""
+    """Poll `ready` until it holds. Raises ProcessError, with the log's last lines, when the child dies or time is up."""
     begun = time.monotonic()
     while not ready():
         status = child.poll()
@@ -130,7 +130,7 @@ def wait_until(
 
 
 def reap(run_id: str) -> list[int]:
-    """End every process that carries this run's marker, sparing this process and its ancestors. Returns the pids ended."""
+    """End every process that carries this run's marker, save this one and its ancestors. Returns the pids ended."""
     spared = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
     strays = [process for process in _carriers(MARKER, run_id) if process.pid not in spared]
     _terminate(strays, GRACE_SECONDS)

@@ -1,7 +1,7 @@
 """How long work shows itself: a bar on the terminal, and records in a file that a flow, or anyone, can tail.
 
-One `Reporter` serves both. The bar goes to stderr, so that stdout stays for `--json`; where stderr is no terminal a plain
-line appears every few seconds instead. Records are `fastmtp.protocol.Progress`, one JSON object a line.
+One `Reporter` serves both. The bar goes to stderr, so that stdout stays for `--json`; where stderr is no terminal a
+plain line appears every few seconds instead. Records are `fastmtp.protocol.Progress`, one JSON object a line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a running job tells the outside: stage names, progress records, the final report, and the names they travel under.
+"""What a running job tells the outside: stages, progress records, the final report, and the names they travel under.
 
-The flow emits these and the API reads them; neither imports the other, so the words both must agree on stand here. Loads no
-torch, no prefect, no database.
+The flow emits these and the API reads them; neither imports the other, so the words both must agree on stand here.
+Loads no torch, no prefect, no database.
 
 - While a job runs, each progress record goes out as a Prefect event (`EVENT_PROGRESS`) whose resource is
   `resource_id(job_id)`. Events are a courtesy copy: one may be lost.
@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-STAGES = ("preflight", "extract", "prepare", "train", "stitch", "evaluate", "publish")
 Stage = Literal["preflight", "extract", "prepare", "train", "stitch", "evaluate", "publish"]
+STAGES: tuple[Stage, ...] = ("preflight", "extract", "prepare", "train", "stitch", "evaluate", "publish")
 
 EVENT_PROGRESS = "fastmtp.job.progress"
 RESULT_KEY = "fastmtp-result"
@@ -52,9 +52,9 @@ def scheduled_job_id(flow_run_id: uuid.UUID | str) -> str:
 class Progress(BaseModel):
     """One line of a stage's progress file, and the payload of one event.
 
-    `done` and `total` count in `unit` (rows, steps, bytes, prompts); `fraction` of the whole job is the reader's business.
-    `metrics` holds numbers worth a plot: `step`, `loss`, `loss_0..`, `lr`, `tokens_per_second`, `acceptance_0..`,
-    `mean_acceptance_length`.
+    `done` and `total` count in `unit` (rows, steps, bytes, prompts); `fraction` of the whole job is the reader's
+    business. `metrics` holds numbers worth a plot: `step`, `loss`, `loss_0..`, `lr`, `tokens_per_second`,
+    `acceptance_0..`, `mean_acceptance_length`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -79,7 +79,7 @@ class Progress(BaseModel):
 
 
 class Measurement(BaseModel):
-    """Acceptance of one head under vLLM: rate_i = accepted at position i / drafts; mean length = 1 + sum of the rates."""
+    """Acceptance of a head under vLLM: rate_i = accepted at position i / drafts; mean length = 1 + sum of the rates."""
 
     acceptance: list[float]
     mean_acceptance_length: float

@@ -1,4 +1,4 @@
-"""Write a small model with its MTP head the way released checkpoints are: bf16, several shards, an index, experts one by one.
+"""Write a small model with its MTP head the way released checkpoints are: bf16, shards, index, experts one by one.
 
 Only for checkpoints that the project makes itself; `fastmtp.stitch` puts a head into somebody else's.
 """
@@ -30,7 +30,8 @@ def save_checkpoint(
 ) -> None:
     """Write model, head (experts in `layout`), config, generation config and tokenizer into `directory`."""
     extra = {name: getattr(model.config, name) for name in ("num_nextn_predict_layers",) if hasattr(model.config, name)}
-    model.to(torch.bfloat16).save_pretrained(directory)
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(directory)
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         tensors.update(load_file(path))

@@ -1,7 +1,7 @@
 """vLLM's own server, as a child process: started, waited for, asked, counted, and ended with everything it started.
 
-vLLM lives in an environment of its own, since its pins and ours cannot meet; nothing here imports it. The interpreter is
-FASTMTP_VLLM_PYTHON, else `.venv-vllm/bin/python` in the working directory or beside this package's source.
+vLLM lives in an environment of its own, since its pins and ours cannot meet; nothing here imports it. The interpreter
+is FASTMTP_VLLM_PYTHON, else `.venv-vllm/bin/python` in the working directory or beside this package's source.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fastmtp.errors import InputError, ProcessError, ServingError
 # The file name of a checkpoint tells vLLM nothing, and a user's text in it might: some methods are guessed from names.
 SERVED_NAME = "checkpoint"
 START_SECONDS = 1800.0  # large checkpoints load slowly; a server that dies is noticed at once
+_ANSWER_SECONDS = 3600.0  # one answer, queueing included
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
@@ -88,7 +89,7 @@ class Server:
         answers: list[Answer | None] = [None] * len(prompts)
         limits = httpx.Limits(max_connections=config.concurrency)
         with (
-            httpx.Client(base_url=self.url, timeout=None, limits=limits, trust_env=False) as client,
+            httpx.Client(base_url=self.url, timeout=_ANSWER_SECONDS, limits=limits, trust_env=False) as client,
             ThreadPoolExecutor(config.concurrency) as pool,
         ):
             jobs = {pool.submit(self._one, client, ids, config): place for place, ids in enumerate(prompts)}

@@ -1,8 +1,10 @@
-"""The stage contract: a result directory appears whole, with a manifest, or not at all, and a finished one is never redone.
+"""The stage contract: a result directory appears whole, with a manifest, or not at all, and a finished one is never
+redone.
 
 A stage writes into a temporary directory beside its target, which is renamed when everything in it is on disk. The
 manifest records what went in (hashes), what came out (every file's size and sha256) and with which configuration and
-code. `run_stage` skips a stage whose manifest is there and matches: that is what makes a job resumable in a new process.
+code. `run_stage` skips a stage whose manifest is there and matches: that is what makes a job resumable in a new
+process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Put a head back into its checkpoint: a new directory in which only the head's bytes differ.
 
-Every file of the source is copied, links resolved to real files; then the head's tensors are written over their own bytes
-in the copy, so names, dtypes, shards, index and every other byte stay as they were, which is compared with the source
-before the directory gets its name. The source is only ever opened for reading.
+Every file of the source is copied, links resolved to real files; then the head's tensors are written over their own
+bytes in the copy, so names, dtypes, shards, index and every other byte stay as they were, which is compared with the
+source before the directory gets its name. The source is only ever opened for reading.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _entries(head: Path, native: HeadInfo) -> dict[str, TensorEntry]:
         own = native.tensors[key]
         if (entry.shape, entry.dtype) != (own.shape, own.dtype):
             raise CheckpointError(
-                f"{head}: {key} is {entry.dtype} {list(entry.shape)}, the checkpoint's is {own.dtype} {list(own.shape)}."
+                f"{head}: {key} is {entry.dtype} {list(entry.shape)}, the model has {own.dtype} {list(own.shape)}."
             )
     return entries
 

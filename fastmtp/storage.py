@@ -204,7 +204,7 @@ def latest(uri: str) -> dict[str, Any] | None:
 
 
 def fetch(uri: str, manifest: dict[str, Any], directory: Path) -> None:
-    """Download a version into `directory`, each file compared with its manifest. Raises IntegrityError when one differs."""
+    """Download a version into `directory`, each file against its manifest. Raises IntegrityError when one differs."""
     store = open_store(uri)
     for entry in manifest["files"]:
         target = directory / entry["name"]
@@ -221,7 +221,7 @@ def fetch(uri: str, manifest: dict[str, Any], directory: Path) -> None:
 
 
 def verify(uri: str, manifest: dict[str, Any]) -> int:
-    """Read every file of a published version and compare it with its manifest. Returns how many; raises IntegrityError."""
+    """Read every file of a published version against its manifest. Returns how many; raises IntegrityError."""
     store = open_store(uri)
     for entry in manifest["files"]:
         key = f"{manifest['version']}/{entry['name']}"

@@ -8,7 +8,7 @@ from fastmtp.protocol import Measurement
 
 
 def acceptance_table(figures: Mapping[str, Measurement]) -> str:
-    """One row per head: acceptance per position, mean acceptance length, drafts; then the gain of `tuned` over `base`."""
+    """A row per head: acceptance per position, mean acceptance length, drafts; then the gain of `tuned` over `base`."""
     positions = max(len(found.acceptance) for found in figures.values())
     header = ["head", *(f"position {place}" for place in range(positions)), "mean acceptance length", "drafts"]
     rows = [

@@ -1,9 +1,10 @@
-"""A small real verifier, made from nothing: architecture, tokenizer, training, and a native MTP head trained for one step.
+"""A small real verifier, made from nothing: architecture, tokenizer, training, and a native head trained for one step.
 
-It is what the demo, the tests and anyone without a GPU try the product on. Everything is of the real kind: `qwen3_next`
-layers (gated delta net, full attention, mixture of experts) at sizes that vLLM's CPU kernels accept, a byte-level BPE
-tokenizer with a chat template, shards with an index, experts one by one, bf16. Its head is trained for step 0 only, on the
-training text, as released ones are; so its later drafts are poor, which is what the product mends.
+It is what the demo, the tests and anyone without a GPU try the product on. Everything is of the real kind:
+`qwen3_next` layers (gated delta net, full attention, mixture of experts) at sizes that vLLM's CPU kernels accept, a
+byte-level BPE tokenizer with a chat template, shards with an index, experts one by one, bf16. Its head is trained for
+step 0 only, on the training text, as released ones are; so its later drafts are poor, which is what the product
+mends.
 
 Deterministic for a recipe on one machine, and found again by the recipe's hash. It knows nothing worth knowing.
 """
@@ -146,7 +147,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[dict[str, str]],
     texts = []
     for row in pairs:
         messages = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
         texts.append(rendered.rstrip("\n"))
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [ids for ids in encoded if len(ids) <= max_length]
@@ -169,7 +170,7 @@ def _config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3NextConf
 
 
 def _batches(rows: Sequence[list[int]], batch_tokens: int, steps: int, seed: int) -> Iterator[list[list[int]]]:
-    """`steps` batches of rows of like length, about `batch_tokens` each, in a seeded order, as many passes as it takes."""
+    """`steps` batches of rows of like length, about `batch_tokens` each, in a seeded order, over several passes."""
     rng = random.Random(seed)  # noqa: S311
     given = 0
     while given < steps:
@@ -185,10 +186,10 @@ def _batches(rows: Sequence[list[int]], batch_tokens: int, steps: int, seed: int
             given += 1
 
 
-def _padded(batch: Sequence[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(batch: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows -> ids [B, T] int64 and mask [B, T] bool."""
     width = max(len(row) for row in batch)
-    ids = torch.full((len(batch), width), pad)
+    ids = torch.zeros((len(batch), width), dtype=torch.int64)
     mask = torch.zeros((len(batch), width), dtype=torch.bool)
     for index, row in enumerate(batch):
         ids[index, : len(row)] = torch.tensor(row)
@@ -211,7 +212,7 @@ def _train_verifier(
     smooth = 0.0
     batches = _batches(rows, recipe.batch_tokens, recipe.verifier_steps, recipe.seed)
     for step, batch in enumerate(batches, start=1):
-        ids, mask = _padded(batch, model.config.pad_token_id)
+        ids, mask = _padded(batch)
         # Right padding under a causal model needs no attention mask: nothing real looks at it.
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         counted = mask[:, 1:]
@@ -238,7 +239,7 @@ def _train_head(
     smooth = 0.0
     batches = _batches(rows, recipe.batch_tokens, recipe.head_steps, recipe.seed + 1)
     for step, batch in enumerate(batches, start=1):
-        ids, mask = _padded(batch, model.config.pad_token_id)
+        ids, mask = _padded(batch)
         with torch.no_grad():
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         lengths = tuple(len(row) for row in batch)

@@ -1,8 +1,8 @@
 """Fine-tune the head on prepared rows: the loop, what it reports, and what makes it stop.
 
-Only the head trains; embedding and output head are read from the verifier and stay as they are. Master weights are fp32
-and are cast to each tensor's stored type at the end. The result directory holds a head like the one that went in, taken at
-the best held-out mean acceptance length, with `metrics.jsonl` and a plot of the curves.
+Only the head trains; embedding and output head are read from the verifier and stay as they are. Master weights are
+fp32 and are cast to each tensor's stored type at the end. The result directory holds a head like the one that went
+in, taken at the best held-out mean acceptance length, with `metrics.jsonl` and a plot of the curves.
 
 Does not resume inside a run: a job that is interrupted trains again from its start.
 """
@@ -244,7 +244,7 @@ class _Run:
                 sums.counts[step] += len(targets)
         sums.tokens += len(rows.input_ids)
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     def _recurse(self, rows: PackedRows, origins: Tensor, recursion: str) -> Iterator[StepOutput]:
         run = self.head.serving if recursion == "serving" else self.head.plain

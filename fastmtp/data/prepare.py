@@ -1,8 +1,8 @@
 """The verifier answers the prompts itself, and its hidden states are stored: what a head is trained on.
 
-Answers are greedy, and the token ids that were generated are kept, never re-tokenised text. States are those after the
-final norm, from one forward pass over prompt and answer. A conversation's split and the choice under `max_samples` depend
-on its own content and the seed alone, so both are stable when more data comes.
+Answers are greedy, and the token ids that were generated are kept, never re-tokenised text. States are those after
+the final norm, from one forward pass over prompt and answer. A conversation's split and the choice under
+`max_samples` depend on its own content and the seed alone, so both are stable when more data comes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ def _prepare(
             f"{config.prompts}: no prompt fits into {config.max_length} tokens.", mend="Raise data.max_length."
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto").to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto", device_map=device).eval()
     begun = time.monotonic()
     answers = _answer(model, tokenizer, [ids for _, ids in usable], config, reporter)
     answered_in = time.monotonic() - begun
@@ -175,12 +175,13 @@ def _store_states(
     total = sum(entry.length for entry, _ in rows)
     reporter.phase("storing its hidden states", total, "tokens")
     order = sorted(range(len(rows)), key=lambda index: rows[index][0].length)
+    base = cast(torch.nn.Module, model.base_model)
     done = 0
     for begin in range(0, len(order), config.batch_size):
         part = [rows[index] for index in order[begin : begin + config.batch_size]]
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for _, ids in part], batch_first=True)
         # The base model's last state is after the final norm, and without the output head no logits are made.
-        hidden: Tensor = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
+        hidden: Tensor = base(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
         for line, (entry, row) in enumerate(part):
             writer.add(entry, torch.tensor(row), hidden[line, : entry.length].cpu())
             done += entry.length

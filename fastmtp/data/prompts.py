@@ -1,7 +1,7 @@
 """Read prompts: one conversation per line of a JSONL file, in the forms people have them.
 
-A line is an object with one of `messages` (OpenAI's chat form), `prompt` (with or without `completion`), `question` (with
-or without `answer`) or `text`. Sources: a path, file://, s3://, or hf:DATASET:CONFIG:SPLIT. Loads no torch.
+A line is an object with one of `messages` (OpenAI's chat form), `prompt` (with or without `completion`), `question`
+(with or without `answer`) or `text`. Sources: a path, file://, s3://, or hf:DATASET:CONFIG:SPLIT. Loads no torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Prepared rows on disk: token ids, mask and hidden states side by side in safetensors shards, read through a memory map.
+"""Prepared rows on disk: ids, mask and hidden states side by side in safetensors shards, read through a memory map.
 
     rows.jsonl             one line per row: key, split, lengths, finish reason, shard and offset
     rows-00000.safetensors input_ids [N] int32, loss_mask [N] uint8, hidden_states [N, H] bf16, rows end to end
 
-Each shard's metadata says which verifier its states are of and that they are after the final norm; a reader refuses others.
+Each shard's metadata says which verifier its states are of and that they are after the final norm; a reader refuses
+others.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class RowStore:
     """Reads what a RowWriter wrote.
 
     Args:
-        verifier: fingerprint the states must be of. Raises DataError when they are of another, or before the final norm.
+        verifier: fingerprint the states must be of. Raises DataError when they are of another, or before the final
+        norm.
     """
 
     def __init__(self, directory: Path, verifier: str) -> None:

@@ -1,4 +1,4 @@
-"""Varied arithmetic word problems with worked answers: text for the small verifier, so that trying things out needs no data set.
+"""Varied arithmetic word problems with worked answers: text for the small verifier, so that no data set is needed.
 
 Every problem is a chain of one to four operations told as a story; its answer works the chain out line by line and ends
 with `#### N`, the form GSM8K made common. Deterministic for a seed.
@@ -10,13 +10,25 @@ import random
 from collections.abc import Callable
 
 NAMES = (
-    "Ada Ben Cara Dev Ella Finn Gus Hana Ivan Jude Kira Liam Mona Nils Olga Pia Quinn Rosa Sven Tara Uma Vik".split()
-)
+    "Ada", "Ben", "Cara", "Dev", "Ella", "Finn", "Gus", "Hana", "Ivan", "Jude", "Kira", "Liam", "Mona", "Nils", "Olga",
+    "Pia", "Quinn", "Rosa", "Sven", "Tara", "Uma", "Vik",
+)  # fmt: skip
 THINGS = (
-    "apples books candles coins cookies cups eggs flowers keys lamps marbles melons pens plates shells stamps".split()
-)
-BOXES = "bags baskets boxes crates jars rows shelves trays".split()
-PLACES = "at the market|on the farm|in the shop|at school|in the garden|at the harbour|in the library".split("|")
+    "apples", "books", "candles", "coins", "cookies", "cups", "eggs", "flowers", "keys", "lamps", "marbles", "melons",
+    "pens", "plates", "shells", "stamps",
+)  # fmt: skip
+BOXES = ["bags", "baskets", "boxes", "crates", "jars", "rows", "shelves", "trays"]
+PLACES = (
+    "at the market", "on the farm", "in the shop", "at school", "in the garden", "at the harbour", "in the library",
+)  # fmt: skip
+    "at the market",
+    "on the farm",
+    "in the shop",
+    "at school",
+    "in the garden",
+    "at the harbour",
+    "in the library",
+]
 
 
 def generate(count: int, seed: int) -> list[dict[str, str]]:
