@@ -22,6 +22,7 @@ from prefect.events import emit_event
 from prefect.exceptions import PrefectException
 
 from fastmtp.protocol import EVENT_PROGRESS, JOB_TAG_PREFIX, Measurement, Progress, Report, resource_id, result_key
+from fastmtp.table import acceptance_table
 
 EVENT_SECONDS = 1.0
 ARTIFACT_SECONDS = 2.0
@@ -85,11 +86,9 @@ class JobReporter:
 
     def show_acceptance(self, summary: Mapping[str, Any]) -> None:
         """The acceptance table, from what the evaluate stage found out."""
-        base, tuned = (Measurement.model_validate(summary[side]) for side in ("base", "tuned"))
-        text = acceptance_markdown(base, tuned, summary)
-        LiveArtifact(
-            "markdown", self._flow_run_id, key=self._acceptance_key, description=f"Acceptance of job {self._job_id}"
-        ).show(text, now=True)
+        description = f"Acceptance of job {self._job_id}"
+        table = LiveArtifact("markdown", self._flow_run_id, key=self._acceptance_key, description=description)
+        table.show(acceptance_markdown(summary), now=True)
 
     def store_report(self, report: Report) -> None:
         """Store how the job ended. Raises what Prefect's client raises when the server does not take it."""
@@ -144,24 +143,16 @@ class Thinned:
             self._stride *= 2
 
 
-def acceptance_markdown(base: Measurement, tuned: Measurement, summary: Mapping[str, Any]) -> str:
-    """Before, after and gain per draft position and in mean length, and what the gate made of it, as Markdown."""
-    lines = ["| position | before | after | gain |", "| --- | ---: | ---: | ---: |"]
-    for position, (before, after) in enumerate(zip(base.acceptance, tuned.acceptance, strict=True)):
-        lines.append(f"| {position} | {before:.3f} | {after:.3f} | {after - before:+.3f} |")
-    before, after = base.mean_acceptance_length, tuned.mean_acceptance_length
-    lines.append(f"| mean acceptance length | {before:.3f} | {after:.3f} | {after - before:+.3f} |")
-    lines.append(f"| drafts | {base.drafts} | {tuned.drafts} | |")
-    identical = summary.get("greedy_identical")
-    if identical:
-        lines.append(f"\nGreedy answers identical: {identical[0]} of {identical[1]}.")
-    if summary.get("incumbent"):
-        incumbent = Measurement.model_validate(summary["incumbent"])
-        lines.append(f"\nPublished so far: mean acceptance length {incumbent.mean_acceptance_length:.3f}.")
-    gate = summary.get("gate") or {}
-    if gate:
-        lines.append(f"\nGate: {'passed' if gate.get('passed') else 'not passed'}. {gate.get('reason', '')}")
-    return "\n".join(lines)
+def acceptance_markdown(summary: Mapping[str, Any]) -> str:
+    """The acceptance table, whether greedy answers stayed the same, and what the gate made of it, as Markdown."""
+    heads = ("base", "tuned", "incumbent")
+    figures = {head: Measurement.model_validate(summary[head]) for head in heads if summary.get(head)}
+    parts = [acceptance_table(figures)]
+    if identical := summary.get("greedy_identical"):
+        parts.append(f"Greedy answers identical: {identical[0]} of {identical[1]}.")
+    if gate := summary.get("gate"):
+        parts.append(f"Gate: {'passed' if gate['passed'] else 'not passed'}, {gate['reason']}.")
+    return "\n\n".join(parts)
 
 
 def retrying(call: Callable[[], None], *, attempts: int = 6, first_wait: float = 1.0) -> None:

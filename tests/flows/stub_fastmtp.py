@@ -1,4 +1,4 @@
-"""Stands in for `fastmtp run --only STAGE`: the same arguments, records, manifests and error JSON, in a fraction of a second.
+"""Stands in for `fastmtp run --only STAGE`: same arguments, records, manifests and error JSON, in no time.
 
 What it does is named by the job's model, so that jobs of one worker can differ:
 
@@ -34,7 +34,7 @@ def summary_of(stage: str, job: JobSpec, rejected: bool) -> dict[str, Any]:
     """What the real stage's manifest would say."""
     if stage == "evaluate":
         gate = {"passed": not rejected, "reason": "no gain over the base" if rejected else "gain 0.50"}
-        return {"base": BASE, "tuned": TUNED, "incumbent": None, "greedy_identical": [200, 200], "gate": gate}
+        return {"base": BASE, "tuned": TUNED, "greedy_identical": [200, 200], "gate": gate}
     if stage == "publish":
         assert job.publish is not None
         uri = job.publish.uri + "v1/"
@@ -84,9 +84,14 @@ def main() -> int:
         work(stage, directory, reporter)
         return summary_of(stage, job, plan == "reject")
 
+    target = workdir.result_of(stage)
     with Reporter(stage, file=workdir.progress_file) as reporter:
-        manifest = run_stage(stage, workdir.stage(stage), config={}, inputs={}, body=body, reporter=reporter)
-    sys.stdout.write(manifest.model_dump_json())
+        if target is None:
+            found = {"stage": stage, "summary": {}}
+        else:
+            manifest = run_stage(stage, target, config={}, inputs={}, body=body, reporter=reporter)
+            found = manifest.model_dump(mode="json")
+    sys.stdout.write(json.dumps(found))
     return 0
 
 

@@ -94,4 +94,3 @@ def test_a_command_that_prints_no_json_is_a_failure(open_job, monkeypatch):
 def test_the_default_command_is_this_interpreters_fastmtp(monkeypatch):
     monkeypatch.delenv(tasks.COMMAND_VARIABLE)
     assert tasks._command() == [sys.executable, "-m", "fastmtp"]
-

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -19,12 +19,13 @@ import psutil
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.client.schemas.schedules import CronSchedule
+from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.states import Cancelling
 
 from deploy import services
-from fastmtp.protocol import FINETUNE_DEPLOYMENT, RETRAIN_DEPLOYMENT, scheduled_job_id
+from fastmtp.protocol import FINETUNE_DEPLOYMENT, RETRAIN_DEPLOYMENT, Report, scheduled_job_id
 from flows.deployments import deploy
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow]
@@ -40,7 +41,7 @@ class Worker:
     def pids(self, job_id: str) -> list[int]:
         """The hanging stage and its grandchild, once both run."""
         path = self.jobs / job_id / "pids.json"
-        wait_for(path.exists, "the hanging stage", 60)
+        wait_for(lambda: path.exists() and path.read_text().endswith("]"), "the hanging stage", 60)
         return list(json.loads(path.read_text()))
 
 
@@ -116,10 +117,34 @@ def test_a_worker_killed_with_its_flow_leaves_no_process(worker: Worker, make_jo
     wait_for(lambda: gone(pids), "the end of its processes", 20)
 
 
-def test_a_schedule_fires_runs_the_chain_and_survives_redeployment(worker: Worker, make_job: Callable[[str], Any]):
+def test_a_schedule_survives_redeployment_fires_and_runs_the_chain(worker: Worker, make_job: Callable[[str], Any]):
     job = make_job("ok").model_dump(mode="json")
-    with get_client(sync_client=True) as client:
-        deployment = client.read_deployment_by_name(RETRAIN_DEPLOYMENT)
-        client.create_deployment_schedules
-    asyncio.run(_add_schedule(deployment.id, {"job": job, "schedule_id": "sched-1"}))
+    deployment_id = asyncio.run(_schedule_in(seconds=15, parameters={"job": job, "schedule_id": "sched-1"}))
     asyncio.run(deploy())
+
+    def fired() -> list[FlowRun]:
+        return [run for run in _runs_of(deployment_id) if run.state_type == StateType.COMPLETED]
+
+    wait_for(lambda: bool(fired()), "the firing", 60)
+    run = fired()[0]
+    assert run.parameters["schedule_id"] == "sched-1"
+    assert run.name == scheduled_job_id(run.id)
+    report = Report.model_validate_json((worker.jobs / run.name / "report.json").read_text())
+    assert (report.job_id, report.status) == (run.name, "succeeded")
+
+
+async def _schedule_in(*, seconds: float, parameters: dict[str, Any]) -> UUID:
+    """A schedule of the retrain deployment whose next slot is `seconds` away."""
+    first = datetime.now(UTC) + timedelta(seconds=seconds)
+    schedule = IntervalSchedule(interval=timedelta(hours=1), anchor_date=first)
+    async with get_client() as client:
+        deployment = await client.read_deployment_by_name(RETRAIN_DEPLOYMENT)
+        wanted = DeploymentScheduleCreate(schedule=schedule, active=True, parameters=parameters)
+        await client.create_deployment_schedules(deployment.id, [wanted])
+        return deployment.id
+
+
+def _runs_of(deployment_id: UUID) -> list[FlowRun]:
+    with get_client(sync_client=True) as client:
+        chosen = DeploymentFilter(id=DeploymentFilterId(any_=[deployment_id]))
+        return client.read_flow_runs(deployment_filter=chosen)
