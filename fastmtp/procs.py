@@ -115,7 +115,7 @@ def run(
 def wait_until(
     ready: Callable[[], bool], child: subprocess.Popen[bytes], *, what: str, log: Path, timeout: float
 ) -> None:
-    """Poll `ready` until it holds. Raises ProcessError, with the log's last lines, when the child dies or time is up."""
+    """Poll `ready` until it holds. Raises ProcessError with the log's last lines when the child dies or time is up."""
     begun = time.monotonic()
     while not ready():
         status = child.poll()

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ def _answer(
         for line, index in enumerate(part):
             ids[line, width - len(prompts[index]) :] = torch.tensor(prompts[index])
             attend[line, width - len(prompts[index]) :] = 1
-        out = model.generate(
+        out: Tensor = model.generate(  # type: ignore[operator]
             input_ids=ids.to(model.device), attention_mask=attend.to(model.device), do_sample=False,
             max_new_tokens=max(room, _MIN_ANSWER), pad_token_id=pad, eos_token_id=sorted(ends),
             temperature=None, top_p=None, top_k=None,
@@ -175,7 +175,7 @@ def _store_states(
     total = sum(entry.length for entry, _ in rows)
     reporter.phase("storing its hidden states", total, "tokens")
     order = sorted(range(len(rows)), key=lambda index: rows[index][0].length)
-    base = cast(torch.nn.Module, model.base_model)
+    base = model.base_model
     done = 0
     for begin in range(0, len(order), config.batch_size):
         part = [rows[index] for index in order[begin : begin + config.batch_size]]

@@ -21,14 +21,6 @@ BOXES = ["bags", "baskets", "boxes", "crates", "jars", "rows", "shelves", "trays
 PLACES = (
     "at the market", "on the farm", "in the shop", "at school", "in the garden", "at the harbour", "in the library",
 )  # fmt: skip
-    "at the market",
-    "on the farm",
-    "in the shop",
-    "at school",
-    "in the garden",
-    "at the harbour",
-    "in the library",
-]
 
 
 def generate(count: int, seed: int) -> list[dict[str, str]]:
