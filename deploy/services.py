@@ -1,8 +1,8 @@
 """The processes the product consists of, each started on a free port of 127.0.0.1 with its output in a log file.
 
 One context manager per process: entering starts it and returns at once, so that several start side by side;
-`Service.wait` returns when it answers; leaving ends it with everything it started. The demo, `make up` and the tests use
-these same ones.
+`Service.wait` returns when it answers; leaving ends it with everything it started. The demo, `make up` and the tests
+use these same ones.
 
 Not for production: one machine, no TLS, no authentication in front of Prefect. compose.yaml states the same processes.
 """
@@ -10,6 +10,7 @@ Not for production: one machine, no TLS, no authentication in front of Prefect. 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,7 +132,9 @@ def _started(
         return answer is not None and (path is None or answer.status_code == 200)
 
     log = root / "logs" / f"{name}.log"
-    with procs.spawn(argv, log=log, env=env) as child:
+    # A proxy for the outside must not stand between these processes.
+    local = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1", "localhost")))
+    with procs.spawn(argv, log=log, env={"NO_PROXY": local, "no_proxy": local, **env}) as child:
         yield Service(name, url, log, client_env, child, ready or answers)
 
 
