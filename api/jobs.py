@@ -1,9 +1,9 @@
 """The state machine of a job: every change to a job's row is made here, on a row the caller has locked.
 
-    queued -> running -> succeeded
-       |         |  \-> failed            (also: gate_rejected, lost, a stage's own code)
-       v         v
-    cancelled <- cancelling               cancelled only when Prefect says that the run is no more
+    queued --> running --> succeeded
+      |           +------> failed        (also by the gate, by silence, or refused by Prefect while queued)
+      v           v
+    cancelled <- cancelling              cancelled only when Prefect says that the run is no more
 
 What is applied twice, late or out of order changes nothing: an attempt that ended stays ended, a job that ended keeps
 its status, a state older than the one known is passed over, an event counts once by its id. Each change bumps
