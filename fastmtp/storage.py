@@ -36,6 +36,7 @@ _BLOCK = 4 << 20
 class Store(Protocol):
     """One place that holds objects below a prefix. Keys are relative, with forward slashes."""
 
+    def check(self) -> None: ...
     def put_file(self, key: str, path: Path, on_bytes: Callable[[int], None]) -> None: ...
     def put_bytes(self, key: str, data: bytes) -> None: ...
     def blocks(self, key: str) -> Iterator[bytes]: ...
@@ -49,6 +50,10 @@ class FileStore:
 
     def __init__(self, uri: str) -> None:
         self._root = Path(urlsplit(uri).path)
+
+    def check(self) -> None:
+        """Raise OSError where the directory neither exists nor can be made."""
+        self._root.mkdir(parents=True, exist_ok=True)
 
     def put_file(self, key: str, path: Path, on_bytes: Callable[[int], None]) -> None:
         target = self._root / key
@@ -92,9 +97,14 @@ class S3Store:
         # Endpoints other than Amazon's seldom answer to bucket.host names.
         custom = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         style = {"addressing_style": "path"} if custom else {}
-        self._client = boto3.client(
+        # A session of its own: boto3's default one is shared between threads and keeps its first credentials for good.
+        self._client = boto3.session.Session().client(
             "s3", config=Config(s3=style, retries={"mode": "standard", "max_attempts": 5}, connect_timeout=10)
         )
+
+    def check(self) -> None:
+        """Raise ClientError when there is no such bucket: some endpoints make one on the first write."""
+        self._client.head_bucket(Bucket=self._bucket)
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
@@ -140,6 +150,7 @@ def probe(uri: str) -> None:
     key = f".fastmtp-probe-{uuid.uuid4().hex}"
     try:
         store = open_store(uri)
+        store.check()
         store.put_bytes(key, b"can this be written?\n")
         store.delete(key)
     except (BotoCoreError, ClientError, OSError) as error:
