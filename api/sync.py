@@ -117,5 +117,7 @@ async def _forever(step: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
+    # Not wait_for: until Python 3.12 it forgets a cancellation that arrives together with the event.
     with suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await event.wait()
