@@ -59,7 +59,7 @@ class Recipe(BaseModel):
 
 
 # On a text of one's own the verifier trains longer: real text is harder than generated problems.
-TEXT_DEFAULTS = {"verifier_steps": 1400, "head_steps": 250}
+TEXT_DEFAULTS = {"verifier_steps": 1400, "head_steps": 250, "max_length": 512}
 
 
 def build(target: Path, recipe: Recipe, reporter: Reporter, *, text: Path | None = None) -> Manifest:

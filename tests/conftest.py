@@ -14,7 +14,9 @@ from fastmtp import procs
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep Prefect from the user's own profile and home, before anything imports it."""
+    """Set what is read at import: OpenMP's waiting, and Prefect's home, which must not be the user's own."""
+    # As the command line does: tests that train run beside servers on the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.update(services.PREFECT_ENV)
     os.environ.pop("PREFECT_API_URL", None)
     if "PREFECT_HOME" not in os.environ:

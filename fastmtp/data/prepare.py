@@ -39,7 +39,7 @@ def prepare(model: Path, config: DataConfig, target: Path, reporter: Reporter, *
         DataError: no usable prompt, no row left to train on, or no room on the disk.
     """
     rejected: Counter[str] = Counter()
-    prompts = _choose(read_prompts(config.prompts, rejected=rejected), config)
+    prompts = _choose(read_prompts(config.prompts, rejected=rejected), config, rejected)
     verifier = fingerprint(open_checkpoint(model))
     return run_stage(
         "prepare", target, config=config.model_dump(), reporter=reporter, replace=replace,
@@ -48,12 +48,13 @@ def prepare(model: Path, config: DataConfig, target: Path, reporter: Reporter, *
     )  # fmt: skip
 
 
-def _choose(prompts: list[Prompt], config: DataConfig) -> list[Prompt]:
+def _choose(prompts: list[Prompt], config: DataConfig, rejected: Counter[str]) -> list[Prompt]:
     """A seeded sample of `max_samples`: those whose hash with the seed is lowest, in file order."""
     if config.max_samples is None or len(prompts) <= config.max_samples:
         return prompts
     ranked = sorted(prompts, key=lambda prompt: _unit_hash(f"sample:{config.seed}", prompt.key))
     chosen = {prompt.key for prompt in ranked[: config.max_samples]}
+    rejected["not sampled"] = len(prompts) - len(chosen)
     return [prompt for prompt in prompts if prompt.key in chosen]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fastmtp.head import MTPHead, head_from_config
@@ -14,6 +14,7 @@ from fastmtp.save import save_checkpoint
 from fastmtp.tiny import CHAT_TEMPLATE
 
 VOCAB = 64
+SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>"]
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
@@ -22,7 +23,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0, "initializer_range": 0.2,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
 }  # fmt: skip
 MODEL_TYPES = {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text", "qwen3.5-moe": "qwen3_5_moe_text"}
 
@@ -46,13 +47,12 @@ def random_head(family: str, seed: int = 0) -> MTPHead:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable byte, with a chat template."""
-    letters = ["<pad>", "<|im_end|>", "<|im_start|>", *"abcdefghijklmnopqrstuvwxyz0123456789 .,\n?+*-=#<>/:"]
-    vocab = {letter: index for index, letter in enumerate(letters)}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="."))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.add_special_tokens(["<pad>", "<|im_end|>", "<|im_start|>"])
+    """One token per character, with a chat template."""
+    letters = [*SPECIAL, *"abcdefghijklmnopqrstuvwxyz0123456789 .,\n?+*-=_"]
+    core = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, [], unk_token="."))
+    core.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<pad>", unk_token=".")
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     made.chat_template = CHAT_TEMPLATE
     return made
 
