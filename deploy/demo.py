@@ -74,7 +74,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep", action="store_true", help="keep what an earlier run left (always with --stay)")
     parser.add_argument("--dir", type=Path, default=Path(".demo"), help="where everything lies (default .demo)")
     chosen = parser.parse_args(argv)
-    console = Console()
+    # Long lines are for the reader's terminal to break: a URI that is cut cannot be copied.
+    console = Console(soft_wrap=True, highlight=False)
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         with _locked(chosen.dir), contextlib.ExitStack() as stack:
@@ -88,13 +89,14 @@ def main(argv: list[str] | None = None) -> int:
         console.print("Stopped; everything that was started has ended.")
         return 130
     except (FastMTPError, RuntimeError, httpx.HTTPError) as error:
-        console.print(f"demo: {error}", style="red", markup=False, highlight=False)
+        console.print(f"demo: {error}", style="red", markup=False)
         return 1
 
 
 def _start(stack: contextlib.ExitStack, root: Path, console: Console) -> Stack:
     """Start every process, side by side where they do not need each other, and wait until all answer."""
     begun = time.monotonic()
+    console.print(f"Starting everything in {root}; logs are in {root / 'logs'}.", markup=False)
     key_id, secret = f"DEMO{secrets.token_hex(8).upper()}", secrets.token_hex(20)
     s3 = stack.enter_context(services.s3_endpoint(root, key_id=key_id, secret=secret, buckets=[BUCKET]))
     prefect = stack.enter_context(services.prefect_server(root))
@@ -159,7 +161,7 @@ def _demonstrate(stack: Stack, root: Path, console: Console) -> int:
     write_atomic(root / "report.json", report.model_dump_json(indent=1).encode())
     _show(report, job, root, console)
     for fault in faults:
-        console.print(f"demo: {fault}", style="red", markup=False, highlight=False)
+        console.print(f"demo: {fault}", style="red", markup=False)
     if not faults:
         console.print(f"{len(report.artifacts)} files in S3 read back and are what their manifest says.", style="green")
     return 1 if faults else 0
@@ -200,7 +202,7 @@ def _show(report: Report, job: dict[str, Any], root: Path, console: Console) -> 
         "Prefect run": job["attempts"][-1]["url"] if job["attempts"] else "none",
     }
     for name, place in places.items():
-        console.print(f"  {name:<12}{place}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  {name:<12}{place}", markup=False)
     console.print("To look closer: `make up` starts the same services on what this run left.")
 
 
@@ -209,7 +211,7 @@ def _stay(stack: Stack, root: Path, console: Console) -> NoReturn:
     console.print(f"\nCredentials for S3 and Prefect's URL: source {root / 'env'}", markup=False)
     console.print("To post the demo's job:\n", markup=False)
     command = f"curl -s {stack.api.url}/v1/fine_tuning/jobs -H 'content-type: application/json' -d '{body}'"
-    console.print(command, markup=False, highlight=False, soft_wrap=True)
+    console.print(command, markup=False)
     console.print("\nCtrl-C ends everything.")
     while True:
         stack.check()

@@ -85,7 +85,7 @@ class _Lines:
             self._last_metrics = time.monotonic()
         style = {"warn": "yellow", "error": "red"}.get(event["level"], "")
         elapsed = time.monotonic() - self._begun
-        self._console.print(f"{elapsed:6.1f} s  {event['message']}", style=style, highlight=False, markup=False)
+        self._console.print(f"{elapsed:6.1f} s  {event['message']}", style=style, markup=False)
 
 
 def _get(api: httpx.Client, path: str, params: dict[str, str] | None = None) -> dict[str, Any]:
