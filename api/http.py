@@ -53,6 +53,8 @@ class Problem(Exception):
         self.detail = detail
         self.param = param
         self.errors = [dict(one) for one in errors]
+        if not errors and param and param.startswith("/"):
+            self.errors = [{"detail": detail, "pointer": param}]
         self.headers = dict(headers or {})
 
 

@@ -175,6 +175,7 @@ def _settle(
     result = outcome.outcome_of(state, report)
     if report and job.status not in TERMINAL:
         job.report = report.model_dump(mode="json")
+        job.stage = (report.error or {}).get("stage") or job.stage
     if state.type == "CANCELLED" and "timed out" in state.message:
         warning = "Prefect gave up waiting for the worker; work on its host may still be alive."
         record(session, job, warning, now=now, level="warn")

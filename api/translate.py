@@ -59,8 +59,7 @@ def to_spec(request: schemas.JobCreate, *, at: str = "") -> tuple[JobSpec, dict[
 def input_problem(error: InputError, request: schemas.JobCreate, *, at: str = "") -> Problem:
     """What the preflight found, pointing at the request's field."""
     pointer = at + request_pointer(error.pointer, request) if error.pointer else None
-    errors = [{"detail": str(error), "pointer": pointer}] if pointer else []
-    return Problem(422, error.code, str(error), param=pointer, errors=errors)
+    return Problem(422, error.code, str(error), param=pointer)
 
 
 def request_pointer(pointer: str, request: schemas.JobCreate) -> str:
