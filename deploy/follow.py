@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 POLL_SECONDS = 1.0
 METRICS_SECONDS = 3.0
+SILENCE_SECONDS = 20.0
 ENDED = ("succeeded", "failed", "cancelled")
 
 
@@ -45,7 +46,8 @@ def follow(api: httpx.Client, job_id: str, console: Console, check: Callable[[],
             job: dict[str, Any] = _get(api, f"/v1/fine_tuning/jobs/{job_id}")
             for event in events.new():
                 lines.show(event)
-            bar.update(shown, completed=job["progress"], description=f"{job['status']}: {job['stage'] or 'waiting'}")
+            bar.update(shown, completed=job["progress"], description=_standing(job))
+            lines.tick(job)
             if job["status"] in ENDED:
                 return job
             time.sleep(POLL_SECONDS)
@@ -75,7 +77,7 @@ class _Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last_metrics = 0.0
-        self._begun = time.monotonic()
+        self._begun = self._last_line = time.monotonic()
 
     def show(self, event: dict[str, Any]) -> None:
         """Print the event, unless it is one of many numbers."""
@@ -83,9 +85,25 @@ class _Lines:
             if time.monotonic() - self._last_metrics < METRICS_SECONDS:
                 return
             self._last_metrics = time.monotonic()
-        style = {"warn": "yellow", "error": "red"}.get(event["level"], "")
-        elapsed = time.monotonic() - self._begun
-        self._console.print(f"{elapsed:6.1f} s  {event['message']}", style=style, markup=False)
+        self._print(event["message"], {"warn": "yellow", "error": "red"}.get(event["level"], ""))
+
+    def tick(self, job: dict[str, Any]) -> None:
+        """Say where the job stands after a long silence, where there is no bar that does."""
+        if not self._console.is_terminal and time.monotonic() - self._last_line > SILENCE_SECONDS:
+            self._print(_standing(job))
+
+    def _print(self, text: str, style: str = "") -> None:
+        self._last_line = time.monotonic()
+        self._console.print(f"{self._last_line - self._begun:6.1f} s  {text}", style=style, markup=False)
+
+
+def _standing(job: dict[str, Any]) -> str:
+    """The stage at hand and how far it is: `train 120/300 steps`."""
+    stage = next((one for one in job["stages"] if one["stage"] == job["stage"]), None)
+    if stage is None:
+        return str(job["status_detail"] or job["status"])
+    of = f" {stage['done']:.0f}/{stage['total']:.0f} {stage['unit']}" if stage["total"] else ""
+    return f"{stage['stage']}{of}"
 
 
 def _get(api: httpx.Client, path: str, params: dict[str, str] | None = None) -> dict[str, Any]:

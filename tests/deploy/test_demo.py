@@ -29,7 +29,7 @@ def answered(**changes: Any) -> dict[str, Any]:
         "id": "ftjob-1", "status": "succeeded", "status_detail": None, "stage": "publish", "progress": 1.0,
         "acceptance": {"base": BASE, "tuned": TUNED, "incumbent": None}, "greedy_identical": [96, 96],
         "gate": {"passed": True, "reason": "better"}, "fine_tuned_model": None, "artifacts": [],
-        "stages": [{"stage": "train", "seconds": 61.5}], "error": None,
+        "stages": [{"stage": "train", "seconds": 61.5, "done": 3, "total": 4, "unit": "steps"}], "error": None,
     }  # fmt: skip
     return job | changes
 
