@@ -57,7 +57,8 @@ class Progress(BaseModel):
     `acceptance_0..`, `mean_acceptance_length`.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    # JSON has no NaN, and a loss that became one must still reach whoever watches.
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     time: float = Field(description="Unix seconds.")
     stage: Stage

@@ -59,10 +59,10 @@ def run_chain(job: JobSpec, job_id: str) -> State[Any]:
         _run_stages(job, job_id, workdir, reporter)
     except StageFailed as failed:
         error = {"code": failed.code, "message": failed.message, "stage": failed.stage}
-    except (FastMTPError, OSError) as failed:
-        # The worker's own disk, not a stage. Logged with its traceback: it is for the operator.
-        get_run_logger().exception("Job %s cannot work in %s", job_id, root)
-        error = {"code": FastMTPError.code, "message": " ".join(str(failed).split()), "stage": "preflight"}
+    except Exception as unexpected:
+        # Not a stage: the worker's disk, or our own fault. With its traceback, for the operator; the user gets a line.
+        get_run_logger().exception("Job %s failed outside its stages, in %s", job_id, root)
+        error = {"code": FastMTPError.code, "message": " ".join(str(unexpected).split()), "stage": "preflight"}
     if workdir is None:
         report = Report(job_id=job_id, status="failed", error=error)
     else:

@@ -114,7 +114,7 @@ class JobReporter:
                     "prefect.resource.role": "tag",
                 },
             ],
-            payload=record.model_dump(mode="json"),
+            payload=json.loads(record.model_dump_json()),
         )
 
     def _show_loss(self, record: Progress) -> None:

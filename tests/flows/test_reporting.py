@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from uuid import uuid4
 
@@ -65,6 +67,16 @@ def test_events_are_throttled_except_those_that_say_something(monkeypatch):
     assert [payload["status"] for payload in payloads] == ["started", "running", "finished"]
     assert sent[0]["resource"] == {"prefect.resource.id": "fastmtp.job.Job_1"}
     assert {"prefect.resource.id": "prefect.tag.job:Job_1", "prefect.resource.role": "tag"} in sent[0]["related"]
+
+
+def test_a_loss_that_became_nan_survives_the_way_to_the_service(monkeypatch):
+    sent: list[dict[str, object]] = []
+    monkeypatch.setattr(reporting, "emit_event", lambda **fields: sent.append(fields))
+    monkeypatch.setattr(LiveArtifact, "show", lambda *args, **kwargs: None)
+    record = Progress.model_validate_json(_record("running", metrics={"loss": math.nan}).model_dump_json())
+    JobReporter("job-1", uuid4(), "tiny").on_progress(record)
+    over_the_wire = json.loads(json.dumps(sent[0]["payload"], allow_nan=False))
+    assert math.isnan(Progress.model_validate(over_the_wire).metrics["loss"])
 
 
 def test_a_server_that_does_not_answer_costs_a_warning_and_a_pause(monkeypatch):

@@ -28,6 +28,8 @@ from deploy import services
 from fastmtp.protocol import FINETUNE_DEPLOYMENT, RETRAIN_DEPLOYMENT, Report, scheduled_job_id
 from flows.deployments import deploy
 
+PLANTED = "planted-secret-7f3a"
+
 pytestmark = [pytest.mark.prefect, pytest.mark.slow]
 
 
@@ -48,7 +50,8 @@ class Worker:
 @pytest.fixture
 def worker(prefect_server: Any, stub_env: dict[str, str], tmp_path: Path) -> Iterator[Worker]:
     asyncio.run(deploy())
-    with services.worker(tmp_path, env={**prefect_server.env, **stub_env}, name=tmp_path.name) as service:
+    env = {**prefect_server.env, **stub_env, "AWS_SECRET_ACCESS_KEY": PLANTED}
+    with services.worker(tmp_path, env=env, name=tmp_path.name) as service:
         service.wait()
         yield Worker(service, Path(stub_env["FASTMTP_WORK_DIR"]))
 
@@ -117,7 +120,9 @@ def test_a_worker_killed_with_its_flow_leaves_no_process(worker: Worker, make_jo
     wait_for(lambda: gone(pids), "the end of its processes", 20)
 
 
-def test_a_schedule_survives_redeployment_fires_and_runs_the_chain(worker: Worker, make_job: Callable[[str], Any]):
+def test_a_schedule_survives_redeployment_fires_and_runs_the_chain(
+    worker: Worker, make_job: Callable[[str], Any], prefect_server: Any
+):
     job = make_job("ok").model_dump(mode="json")
     deployment_id = asyncio.run(_schedule_in(seconds=15, parameters={"job": job, "schedule_id": "sched-1"}))
     asyncio.run(deploy())
@@ -131,6 +136,9 @@ def test_a_schedule_survives_redeployment_fires_and_runs_the_chain(worker: Worke
     assert run.name == scheduled_job_id(run.id)
     report = Report.model_validate_json((worker.jobs / run.name / "report.json").read_text())
     assert (report.job_id, report.status) == (run.name, "succeeded")
+    written = [path for path in Path(prefect_server.env["PREFECT_HOME"]).rglob("*") if path.is_file()]
+    written += [path for path in worker.jobs.rglob("*") if path.is_file()] + [worker.service.log]
+    assert [path for path in written if PLANTED.encode() in path.read_bytes()] == [], "a secret was written down"
 
 
 async def _schedule_in(*, seconds: float, parameters: dict[str, Any]) -> UUID:
