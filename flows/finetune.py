@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fastmtp.pipeline import Workdir, build_report, open_workdir
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
@@ -20,6 +19,7 @@ from prefect.states import Completed, Failed
 from fastmtp import procs
 from fastmtp.config import JobSpec
 from fastmtp.errors import FastMTPError
+from fastmtp.pipeline import Workdir, build_report, open_workdir
 from fastmtp.protocol import Report, scheduled_job_id
 from flows.reporting import JobReporter
 from flows.tasks import StageFailed, run_stage
