@@ -19,7 +19,8 @@ setup: .venv/.installed .venv-vllm/.installed
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) not found; install Python 3.11 or name one: make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) --upgrade pip
-	.venv/bin/python $(PIP) $(PIP_TORCH) --constraint constraints.txt --editable '.[train,flows,api,dev]'
+	@# setuptools warns about every editable install.
+	PYTHONWARNINGS=ignore .venv/bin/python $(PIP) $(PIP_TORCH) --constraint constraints.txt --editable '.[train,flows,api,dev]'
 	touch $@
 
 .venv-vllm/.installed: constraints-vllm.txt

@@ -24,6 +24,7 @@ from fastmtp.data.prompts import read_prompts
 from fastmtp.data.tokens import encode_prompts
 from fastmtp.errors import DataError, ServingError
 from fastmtp.extract import fingerprint
+from fastmtp.families.base import text_config
 from fastmtp.plots import plot_acceptance
 from fastmtp.progress import Reporter
 from fastmtp.protocol import Measurement
@@ -66,7 +67,7 @@ def evaluate(
     tokenizer = AutoTokenizer.from_pretrained(heads["base"])
     encoded = encode_prompts(tokenizer, prompts)
     longest = max(len(ids) for ids in encoded) + config.max_tokens
-    limit = open_checkpoint(heads["base"]).config.get("max_position_embeddings")
+    limit = text_config(open_checkpoint(heads["base"]).config).get("max_position_embeddings")
     if limit and longest > limit:
         raise DataError(f"A prompt and {config.max_tokens} tokens need {longest} positions; the model has {limit}.")
     return run_stage(
