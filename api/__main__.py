@@ -10,6 +10,7 @@ import sys
 
 import uvicorn
 from pydantic import ValidationError
+from sqlalchemy.exc import SQLAlchemyError
 
 from api import migrate
 from api.db import Database
@@ -37,7 +38,11 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.write(json.dumps(create_app(settings).openapi(), indent=1, sort_keys=True) + "\n")
         return 0
     _log_to_stderr()
-    asyncio.run(_migrate(settings))
+    try:
+        asyncio.run(_migrate(settings))
+    except (SQLAlchemyError, OSError) as error:
+        sys.stderr.write(f"database: {' '.join(str(error).split())}\n")
+        return 1
     if chosen.command == "serve":
         uvicorn.run(create_app(settings), host=chosen.host, port=chosen.port, log_config=None)
     return 0

@@ -11,10 +11,8 @@ from api import migrate
 from api.db import Database
 from api.http import Problem
 from api.orchestrator import Orchestrator, OrchestratorError
-from api.sync import Sync
 
 ANSWER_SECONDS = 5.0
-LONGEST_LAG_SECONDS = 60.0
 
 router = APIRouter(tags=["operations"])
 
@@ -30,11 +28,10 @@ async def readyz(request: Request) -> dict[str, object]:
     """Database, migrations and Prefect are there and rows are in step; else 503 names the parts that are not."""
     state = request.app.state
     db, orchestrator, sync = state.service.db, state.orchestrator, state.sync
-    parts = {
-        "database": _database(db), "migrations": _migrations(db), "prefect": _prefect(orchestrator), "sync": _sync(sync)
-    }  # fmt: skip
-    found = await asyncio.gather(*(_fault(check) for check in parts.values()))
-    faults = {part: fault for part, fault in zip(parts, found, strict=True) if fault}
+    checks = {"database": _database(db), "migrations": _migrations(db), "prefect": _prefect(orchestrator)}
+    found = await asyncio.gather(*(_fault(check) for check in checks.values()))
+    parts = {**dict(zip(checks, found, strict=True)), "sync": sync.fault()}
+    faults = {part: fault for part, fault in parts.items() if fault}
     if faults:
         detail = "; ".join(f"{part}: {fault}" for part, fault in faults.items())
         errors = [{"detail": fault, "part": part} for part, fault in faults.items()]
@@ -73,10 +70,3 @@ async def _prefect(orchestrator: Orchestrator) -> str | None:
     except OrchestratorError as error:
         return str(error)
     return None
-
-
-async def _sync(sync: Sync) -> str | None:
-    lag = sync.lag()
-    if lag is None:
-        return "runs have not been read yet"
-    return None if lag <= LONGEST_LAG_SECONDS else f"runs were last read {lag:.0f} s ago"

@@ -96,7 +96,13 @@ class RequestId:
                 MutableHeaders(scope=message)["x-request-id"] = scope["request_id"]
             await send(message)
 
-        await self._app(scope, receive, with_id)
+        answer: ASGIApp = self._app
+        if b"%00" in scope["raw_path"] + scope["query_string"]:
+            # Some databases cannot even be asked for a name that holds one.
+            answer = problem_response(
+                Request(scope), Problem(400, "invalid_parameter", "The URL holds a NUL character.")
+            )
+        await answer(scope, receive, with_id)
 
 
 def install(app: FastAPI) -> None:
@@ -106,11 +112,26 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected)
+    plain = app.openapi
+    app.openapi = lambda: app.openapi_schema or _with_problems(plain())  # type: ignore[method-assign]
 
 
 def pointer_of(location: Sequence[str | int]) -> str:
     """JSON pointer (RFC 6901) of a place in a body."""
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in location)
+
+
+def _with_problems(document: dict[str, Any]) -> dict[str, Any]:
+    """Say in the OpenAPI document that errors are problems, not what FastAPI takes for granted."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+            for status, response in operation["responses"].items():
+                if status[0] in "45" and "content" in response:
+                    response["content"] = {MEDIA_TYPE: response["content"].pop("application/json")}
+    for unused in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(unused, None)
+    return document
 
 
 async def _on_problem(request: Request, error: Exception) -> JSONResponse:

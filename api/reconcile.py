@@ -9,13 +9,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sqlalchemy import select
+from sqlalchemy.exc import InterfaceError, OperationalError
 
 from api import jobs
 from api.db import Attempt, Database, Job, Schedule, lock_job
-from api.orchestrator import ENDED, LOST, Heartbeat, Orchestrator, ProgressSeen, Run, RunState, Seen, StateSeen
+from api.orchestrator import (
+    ENDED,
+    LOST,
+    Heartbeat,
+    Orchestrator,
+    OrchestratorError,
+    ProgressSeen,
+    Run,
+    RunState,
+    Seen,
+    StateSeen,
+)
 from fastmtp.config import JobSpec
 from fastmtp.errors import ConfigError
 from fastmtp.protocol import Report, scheduled_job_id
@@ -26,6 +39,17 @@ RECENT_SECONDS = 3600.0
 DEEP_SECONDS = 7 * 86400.0
 # A pending run is a worker starting a process, which takes longer than the space between two heartbeats.
 _PATIENCE = {"RUNNING": 1.0, "PENDING": 4.0}
+
+
+@contextmanager
+def _one_fault_spares_the_rest(what: str) -> Iterator[None]:
+    """Log an error that concerns only `what`; Prefect's or the database's silence concerns everything and is raised."""
+    try:
+        yield
+    except (OrchestratorError, OperationalError, InterfaceError):
+        raise
+    except Exception:
+        log.exception("%s could not be taken over", what)
 
 
 class Reconciler:
@@ -54,22 +78,20 @@ class Reconciler:
         attempts = await self._open_attempts()
         runs = await self._orchestrator.read_runs([str(one.flow_run_id) for one in attempts])
         for attempt in attempts:
-            run = runs.get(str(attempt.flow_run_id))
-            if deep:
-                await self._catch_up(attempt.job_id, attempt.number)
-            if run is None:
-                await self._gone(attempt)
-            elif run.state.id != attempt.state_id:
-                await self._observe(attempt.job_id, attempt.number, run.id, run.state)
-            else:
-                await self._check_alive(attempt)
+            with _one_fault_spares_the_rest(f"job {attempt.job_id}"):
+                await self._compare(attempt, runs.get(str(attempt.flow_run_id)), deep=deep)
         for run in await self._orchestrator.read_fired_runs(begun - (DEEP_SECONDS if deep else RECENT_SECONDS)):
-            await self.adopt(run)
+            with _one_fault_spares_the_rest(f"scheduled run {run.id}"):
+                await self.adopt(run)
         if self._listening_since is None:
             self._listening_since = begun
 
     async def hear(self, seen: Seen) -> None:
         """Apply one item of the stream."""
+        with _one_fault_spares_the_rest(f"item {seen} of the stream"):
+            await self._hear(seen)
+
+    async def _hear(self, seen: Seen) -> None:
         run_id = seen.run_id
         attempt = await self._attempt_of(run_id) if run_id else None
         if attempt is None and run_id and isinstance(seen, StateSeen) and seen.state.type != "SCHEDULED":
@@ -112,6 +134,16 @@ class Reconciler:
             jobs.record(session, job, f"Started by schedule {schedule_id}", now=self._now())
         await self._observe(job_id, attempt.number, run.id, run.state)
         return attempt
+
+    async def _compare(self, attempt: Attempt, run: Run | None, *, deep: bool) -> None:
+        if deep:
+            await self._catch_up(attempt.job_id, attempt.number)
+        if run is None:
+            await self._gone(attempt)
+        elif run.state.id != attempt.state_id:
+            await self._observe(attempt.job_id, attempt.number, run.id, run.state)
+        else:
+            await self._check_alive(attempt)
 
     async def _observe(self, job_id: str, number: int, run_id: str, state: RunState) -> None:
         report = None

@@ -5,9 +5,10 @@ Times are unix seconds in these shapes; schedules, which are ours alone, use RFC
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
 from fastmtp.protocol import Artifact, Measurement
 
@@ -30,6 +31,15 @@ EXAMPLE_JOB: dict[str, JsonValue] = {
 
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        """No file name, and not every database, can hold a NUL or half a surrogate pair."""
+        text = json.dumps(value, ensure_ascii=False)
+        if "\\u0000" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError("must hold text without NUL characters and lone surrogates")
+        return value
 
 
 class MtpMethod(_Request):

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 30.0
 STEADY_SECONDS = 60.0
+LONGEST_LAG_SECONDS = 60.0
 RETRY_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -62,6 +63,14 @@ class Sync:
     def lag(self) -> float | None:
         """Seconds since the state of all open runs was last read; None before the first time."""
         return None if self.last_reading is None else time.time() - self.last_reading
+
+    def fault(self) -> str | None:
+        """Why rows may be out of step with Prefect, if they may."""
+        lag = self.lag()
+        if lag is None:
+            return "runs have not been read yet"
+        longest = max(LONGEST_LAG_SECONDS, 3 * self._poll_seconds)
+        return None if lag <= longest else f"runs were last read {lag:.0f} s ago"
 
     async def _dispatch(self) -> None:
         self._work.clear()

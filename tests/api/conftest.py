@@ -31,7 +31,9 @@ _NUMBERS = itertools.count()
 
 def _find(program: str) -> str:
     """A program of PostgreSQL's server: on PATH, or where Debian keeps it."""
-    places = [found] if (found := shutil.which(program)) else sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{program}"))
+    places = (
+        [found] if (found := shutil.which(program)) else sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{program}"))
+    )
     if not places:
         pytest.fail(f"{program} is not installed, and these tests need a PostgreSQL server: apt-get install postgresql")
     return str(places[-1])
@@ -151,7 +153,10 @@ async def running(settings: Settings, prefect: FakeOrchestrator) -> AsyncIterato
 
     app = create_app(settings, orchestrator=prefect, preflight=preflight)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://api") as client,
+    ):
         api = Api(client, prefect, db, settings)
         yield api
     await db.close()

@@ -14,7 +14,7 @@ from fastmtp.protocol import Measurement, Progress, Report
 
 
 class FakeOrchestrator:
-    """Keeps runs in memory. A test sets states; with `up` unset nothing answers, with `heard` unset the stream is silent."""
+    """Keeps runs in memory; a test sets states. `up` unset: nothing answers. `heard` unset: the stream is silent."""
 
     def __init__(self) -> None:
         self.up = True
@@ -32,7 +32,9 @@ class FakeOrchestrator:
         self._streams: list[asyncio.Queue[Seen | None]] = []
         self._ids = itertools.count(1)
 
-    def set_state(self, run_id: str, type_: str, name: str = "", message: str = "", at: float | None = None) -> RunState:
+    def set_state(
+        self, run_id: str, type_: str, name: str = "", message: str = "", at: float | None = None
+    ) -> RunState:
         """Put a run into a state and announce it."""
         state = RunState(f"state-{next(self._ids)}", type_, name or type_.title(), at or time.time(), message)
         self.runs[run_id] = Run(run_id, state, self.runs[run_id].parameters)

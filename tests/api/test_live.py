@@ -1,6 +1,6 @@
 """The service as its users have it: a real server process, a real Prefect server and worker, OpenAI's own client.
 
-Only the `fastmtp` command that the flow starts is a stub (tests/flows/stub_fastmtp.py); a job's model says what it does.
+Only the `fastmtp` command that the flow starts is a stub (tests/flows/stub_fastmtp.py); its model says what it does.
 """
 
 from __future__ import annotations
