@@ -57,6 +57,8 @@ def evaluate(
 ) -> Manifest:
     """Measure checkpoints (`base`, `tuned`, and `incumbent` where one is published) into `target`.
 
+    vLLM's logs lie beside the result, in `target` with `-logs` appended to its name: they outlive a failure.
+
     Raises:
         DataError: no usable prompt.
         ServingError: vLLM failed, or drafts nothing worth accepting from the verifier as it came.
@@ -70,10 +72,11 @@ def evaluate(
     limit = text_config(open_checkpoint(heads["base"]).config).get("max_position_embeddings")
     if limit and longest > limit:
         raise DataError(f"A prompt and {config.max_tokens} tokens need {longest} positions; the model has {limit}.")
+    logs = target.with_name(f"{target.name}-logs")
     return run_stage(
         "evaluate", target, config={"evaluate": config.model_dump(), "gate": gate.model_dump()}, inputs=inputs,
         reporter=reporter, replace=replace,
-        body=lambda directory: _evaluate(heads, encoded, longest, config, gate, directory, reporter),
+        body=lambda directory: _evaluate(heads, encoded, longest, config, gate, directory, logs, reporter),
     )  # fmt: skip
 
 
@@ -84,10 +87,11 @@ def _evaluate(
     config: EvaluateConfig,
     gate: GateConfig,
     directory: Path,
+    logs: Path,
     reporter: Reporter,
 ) -> dict[str, Any]:
     measured = {
-        name: _measure(name, path, prompts, longest, config, directory / f"vllm-{name}.log", reporter)
+        name: _measure(name, path, prompts, longest, config, logs / f"vllm-{name}.log", reporter)
         for name, path in heads.items()
     }
     figures = {name: found.figures for name, found in measured.items()}

@@ -111,6 +111,8 @@ class Server:
             reply = client.post("/v1/completions", json=body)
             reply.raise_for_status()
         except httpx.HTTPStatusError as error:
+            if error.response.status_code >= 500:
+                raise ServingError(f"vLLM failed while it answered: {_cause(self._log)}. See {self._log}.") from error
             raise ServingError(f"vLLM refused a prompt: {error.response.text[:300]}") from error
         except httpx.HTTPError as error:
             raise ServingError(f"vLLM stopped answering ({error!r}). Last lines:\n{procs.tail(self._log)}") from error
@@ -189,6 +191,13 @@ def _healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def _cause(log: Path) -> str:
+    """The last exception that the log names: what follows it is only how the server came down."""
+    found: list[str] = re.findall(r"\b(\w+(?:Error|Exception|Timeout)\b: .+)", procs.tail(log, lines=400))
+    deeper = [line for line in found if not line.startswith("EngineDeadError")]
+    return (deeper or found or ["no exception in its log"])[-1][:300]
 
 
 def _explain(log: Path) -> str:

@@ -80,8 +80,8 @@ def test_a_job_that_gains_is_published(first: Report, place: Path) -> None:
     manifest = storage.latest(uri)
     assert manifest and first.published == uri + manifest["version"]
     assert storage.verify(uri, manifest) == len(first.artifacts) > 5
-    for name in ("acceptance.png", "acceptance.md", "evaluation.json", "vllm-base.log"):
-        assert (place / "work" / "evaluation" / name).stat().st_size > 0
+    for name in ("evaluation/acceptance.png", "evaluation/acceptance.md", "evaluation-logs/vllm-tuned.log"):
+        assert (place / "work" / name).stat().st_size > 0
 
 
 def test_the_held_out_walk_foretells_vllm(first: Report, place: Path) -> None:
