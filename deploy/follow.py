@@ -80,12 +80,12 @@ class _Lines:
         self._begun = self._last_line = time.monotonic()
 
     def show(self, event: dict[str, Any]) -> None:
-        """Print the event, unless it is one of many numbers."""
-        if event["type"] == "metrics":
+        """Print the event, unless it is one of many numbers. A measured acceptance always is."""
+        if event["type"] == "metrics" and "mean_acceptance_length" not in event["data"]:
             if time.monotonic() - self._last_metrics < METRICS_SECONDS:
                 return
             self._last_metrics = time.monotonic()
-        self._print(event["message"], {"warn": "yellow", "error": "red"}.get(event["level"], ""))
+        self._print(_line(event), {"warn": "yellow", "error": "red"}.get(event["level"], ""))
 
     def tick(self, job: dict[str, Any]) -> None:
         """Say where the job stands after a long silence, where there is no bar that does."""
@@ -95,6 +95,25 @@ class _Lines:
     def _print(self, text: str, style: str = "") -> None:
         self._last_line = time.monotonic()
         self._console.print(f"{self._last_line - self._begun:6.1f} s  {text}", style=style, markup=False)
+
+
+def _line(event: dict[str, Any]) -> str:
+    """An event in few words: of a step's numbers the loss and the speed, of a measurement the acceptance."""
+    data = event["data"]
+    if event["type"] != "metrics":
+        return (
+            f"{data['stage']}: {data['status']}" if "stage" in data and event["level"] == "info" else event["message"]
+        )
+    parts = [f"step {data['step']:.0f}"] if "step" in data else []
+    # A loss that is not finite travels as text.
+    loss = data.get("loss")
+    parts += [] if loss is None else [f"loss {loss:.3f}" if isinstance(loss, float) else f"loss {loss}"]
+    parts += [f"{data['tokens_per_second']:.0f} tokens/s"] if "tokens_per_second" in data else []
+    if "mean_acceptance_length" in data:
+        rates = [f"{data[name]:.3f}" for name in sorted(data) if name.startswith("acceptance_")]
+        parts.append(f"acceptance {' '.join(rates)}, mean length {data['mean_acceptance_length']:.3f}")
+    parts += [f"{data['drafts']:.0f} drafts"] if "drafts" in data else []
+    return f"{data['stage']}: {', '.join(parts)}"
 
 
 def _standing(job: dict[str, Any]) -> str:

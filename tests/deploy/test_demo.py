@@ -135,13 +135,41 @@ def client_of(handler: Any) -> httpx.Client:
 
 def test_following_shows_every_event_once_and_returns_the_ended_job():
     events = [
-        {"id": f"e{place}", "type": "message", "level": "info", "message": f"event {place}"} for place in range(5)
+        {"id": f"e{place}", "type": "message", "level": "info", "message": f"event {place}", "data": {}}
+        for place in range(5)
     ]
     out = io.StringIO()
     service = Service(answered(status="running", progress=0.2), answered(), events=events)
     job = follow(client_of(service), "ftjob-1", Console(file=out), lambda: None)
     assert job["status"] == "succeeded"
     assert [line.split("s  ")[1] for line in out.getvalue().splitlines()] == [f"event {place}" for place in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (
+            {"stage": "train", "step": 5.0, "loss": 1.39411, "tokens_per_second": 3472.3},
+            "step 5, loss 1.394, 3472 tokens/s",
+        ),
+        ({"stage": "train", "step": 6.0, "loss": "nan"}, "step 6, loss nan"),
+        (
+            {
+                "stage": "evaluate",
+                "acceptance_0": 0.68902,
+                "acceptance_1": 0.5,
+                "mean_acceptance_length": 2.4,
+                "drafts": 37,
+            },
+            "acceptance 0.689 0.500, mean length 2.400, 37 drafts",
+        ),
+    ],
+)
+def test_numbers_are_shown_in_few_words(data, line):
+    out = io.StringIO()
+    event = {"id": "e1", "type": "metrics", "level": "info", "message": "all of them", "data": data}
+    follow(client_of(Service(answered(), events=[event])), "ftjob-1", Console(file=out, soft_wrap=True), lambda: None)
+    assert out.getvalue().strip().endswith(f"{data['stage']}: {line}")
 
 
 def test_following_ends_when_a_process_has_died():
