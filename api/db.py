@@ -68,9 +68,7 @@ class Job(Base):
     status: Mapped[str] = mapped_column(String(32), index=True)
     status_detail: Mapped[str | None] = mapped_column(Text)
     stage: Mapped[str | None] = mapped_column(String(32))
-    stages: Mapped[dict[str, Any]] = mapped_column(
-        comment="Stage -> status, started_at, finished_at, done, total, unit."
-    )
+    stages: Mapped[dict[str, Any]]
     progress: Mapped[float]
     progress_time: Mapped[float]
     model: Mapped[str] = mapped_column(Text)
@@ -148,11 +146,14 @@ class IdempotencyKey(Base):
 
 
 class Database:
-    """An engine and its two kinds of session. Opens connections on first use."""
+    """An engine and its two kinds of session. Opens connections on first use.
+
+    `writing` is the same engine for what will write: on SQLite its transactions take the lock as they begin.
+    """
 
     def __init__(self, url: str) -> None:
         self.engine = _engine(url)
-        self._writing = self.engine.execution_options(**{_WRITE: True})
+        self.writing = self.engine.execution_options(**{_WRITE: True})
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
@@ -163,7 +164,7 @@ class Database:
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
         """A session whose changes are committed together on leaving, or not at all when an exception leaves it."""
-        async with AsyncSession(self._writing, expire_on_commit=False) as session, session.begin():
+        async with AsyncSession(self.writing, expire_on_commit=False) as session, session.begin():
             yield session
 
     async def ping(self) -> None:

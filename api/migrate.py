@@ -32,7 +32,7 @@ def head() -> str:
 
 async def upgrade(db: Database) -> None:
     """Apply what is missing. Several services may start at once: one does it, the others wait."""
-    async with db.engine.begin() as connection:
+    async with db.writing.begin() as connection:
         await connection.run_sync(_upgrade)
 
 

