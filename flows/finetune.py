@@ -20,7 +20,7 @@ from fastmtp import procs
 from fastmtp.config import JobSpec
 from fastmtp.errors import FastMTPError
 from fastmtp.pipeline import Workdir, build_report, open_workdir
-from fastmtp.protocol import Report, scheduled_job_id
+from fastmtp.protocol import STAGES, Report, scheduled_job_id
 from flows.reporting import JobReporter
 from flows.tasks import StageFailed, run_stage
 
@@ -72,12 +72,15 @@ def run_chain(job: JobSpec, job_id: str) -> State[Any]:
 
 
 def _run_stages(job: JobSpec, job_id: str, workdir: Workdir, reporter: JobReporter) -> None:
-    for stage in ("preflight", "extract", "prepare", "train", "stitch"):
-        run_stage(stage, workdir, job_id, reporter.on_progress)
-    evaluated = run_stage("evaluate", workdir, job_id, reporter.on_progress)["summary"]
+    # One object for all stages: Prefect takes a new one at the address of an old result for that result, and draws
+    # dependencies that are none.
+    on_progress = reporter.on_progress
+    for stage in STAGES[: STAGES.index("evaluate")]:
+        run_stage(stage, workdir, job_id, on_progress)
+    evaluated = run_stage("evaluate", workdir, job_id, on_progress)["summary"]
     reporter.show_acceptance(evaluated)
     if evaluated["gate"]["passed"] and job.publish:
-        run_stage("publish", workdir, job_id, reporter.on_progress)
+        run_stage("publish", workdir, job_id, on_progress)
 
 
 def _final_state(report: Report) -> State[Any]:
