@@ -38,6 +38,7 @@ class PrefectServer:
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
     """One server for the session; Prefect clients of this process talk to it while it runs."""
+    from prefect.logging.handlers import APILogHandler
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     root = tmp_path_factory.mktemp("prefect-server")
@@ -46,6 +47,8 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect
         api_url = server.env["PREFECT_API_URL"]
         with temporary_settings({PREFECT_API_URL: api_url}):
             yield PrefectServer(api_url, server.url, dict(server.env), server.log)
+            # Logs that wait to be sent are sent while there is a server to take them.
+            APILogHandler().flush()
 
 
 @dataclass(frozen=True)
