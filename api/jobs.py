@@ -223,11 +223,11 @@ def _stage_after(before: dict[str, Any] | None, record_: Progress) -> dict[str, 
 
 def _record_progress(session: AsyncSession, job: Job, seen: ProgressSeen, *, now: float) -> None:
     record_ = seen.record
-    of = f" {record_.done:g}/{record_.total:g} {record_.unit}" if record_.total else ""
-    numbers = ", ".join(f"{name}={value:.6g}" for name, value in record_.metrics.items())
-    message = f"{record_.stage}{of}" + (f": {numbers}" if numbers else f": {record_.status}")
+    of = f" {record_.done:,.10g}/{record_.total:,.10g} {record_.unit}" if record_.total else ""
+    words = ", ".join(f"{name}={value:.4g}" for name, value in record_.metrics.items()) or record_.status
     if record_.message:
-        message += f" ({record_.message})"
+        words = f"{words}: {record_.message}" if record_.status == "failed" else record_.message
+    message = f"{record_.stage}{of}: {words}"
     # JSON has no NaN, and a loss that became one is worth keeping.
     metrics = {name: value if math.isfinite(value) else str(value) for name, value in record_.metrics.items()}
     data = {"stage": record_.stage, "status": record_.status, "time": record_.time, **metrics}

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import func, select
 
-from api.db import Attempt, Event, IdempotencyKey, Job, Outbox
+from api import migrate
+from api.db import Attempt, Database, Event, IdempotencyKey, Job, Outbox
+from api.main import create_app
+from api.settings import Settings
 from fastmtp.errors import CheckpointError, DataError, DestinationError
 from tests.api.conftest import Api
-from tests.api.fakes import body
+from tests.api.fakes import FakeOrchestrator, body
 
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -96,6 +104,46 @@ async def test_what_the_preflight_finds_is_a_problem_and_nothing_is_stored(api: 
     assert await _counts(api) == [0, 0, 0, 0]
     api.preflight_error = None
     await api.post_job(body(), **{"Idempotency-Key": "one"})
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_the_real_look_obeys_the_operator_and_reads_the_model(settings: Settings, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
+    wanted = body(
+        model=str(tmp_path / "model"), training_file=str(tmp_path / "train.jsonl"), validation_file="/etc/passwd"
+    )
+
+    async def refused(**changes: Any) -> tuple[str, str]:
+        async with real_look(settings.model_copy(update=changes)) as client:
+            problem = (await client.post(JOBS, json=wanted)).json()
+            return problem["param"], problem["detail"]
+
+    pointer, detail = await refused()
+    assert pointer == "/model" and "FASTMTP_ALLOWED_SOURCES" in detail
+    sources = (str(tmp_path),)
+    assert (await refused(allowed_sources=sources))[0] == "/validation_file"
+    assert (await refused(allowed_sources=sources, preflight=False))[0] == "/validation_file"
+    wanted["validation_file"] = wanted["training_file"]
+    pointer, detail = await refused(allowed_sources=sources)
+    assert pointer == "/method/mtp/publish/uri" and "FASTMTP_ALLOWED_DESTINATIONS" in detail
+    pointer, detail = await refused(allowed_sources=sources, allowed_destinations=("s3://models",))
+    assert pointer == "/model" and str(tmp_path / "model") in detail
+
+
+@asynccontextmanager
+async def real_look(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
+    """The service as it is, but for Prefect."""
+    db = Database(settings.database_url)
+    await migrate.upgrade(db)
+    await db.close()
+    app = create_app(settings, orchestrator=FakeOrchestrator())
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://api") as client,
+    ):
+        yield client
 
 
 async def test_one_key_makes_one_job_from_many_requests_at_once(api: Api):

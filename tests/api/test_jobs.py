@@ -206,6 +206,23 @@ async def test_progress_counts_once_and_never_falls_back(rows: Rows):
     assert [event.message for event in await rows.events()][1:] == ["train: started", "train 50/100 steps: loss=1.5"]
 
 
+PHRASES = [
+    (
+        {"status": "finished", "done": 1650688, "total": 1650688, "unit": "bytes"},
+        "train 1,650,688/1,650,688 bytes: finished",
+    ),
+    ({"metrics": {"loss": 1.39411}, "message": "loss 1.394  3472 tokens/s"}, "train: loss 1.394  3472 tokens/s"),
+    ({"status": "failed", "message": "no row"}, "train: failed: no row"),
+]
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize(("fields", "message"), PHRASES)
+async def test_progress_reads_like_a_sentence(rows: Rows, fields: dict[str, Any], message: str):
+    await rows.progress("p1", 1, **fields)
+    assert (await rows.events())[-1].message == message
+
+
 async def test_a_late_record_fills_its_stage_but_does_not_turn_the_job_back(rows: Rows):
     await rows.state("RUNNING", 0)
     await rows.progress("p2", 9, stage="stitch", status="started")

@@ -44,7 +44,9 @@ class Stack:
         self.api.wait()
 
     def start_worker(self, name: str) -> services.Service:
-        return self._stack.enter_context(services.worker(self.root, env=self._env, name=f"{self.root.name}-{name}"))
+        return self._stack.enter_context(
+            services.worker(self.root, env=self._env, name=f"{self.root.name}-{name}", limit=2)
+        )
 
     def start_api(self) -> services.Service:
         env = {
@@ -95,10 +97,22 @@ def stack(prefect_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield Stack(root, prefect_server.env, started)
 
 
-def test_openais_client_follows_a_job_to_its_end(stack: Stack):
+@pytest.fixture(scope="module")
+def followed(stack: Stack) -> tuple[Any, list[Any]]:
+    """A job that OpenAI's client made, as it ended, and every state it was seen in."""
     job = stack.create("ok", seed=3, suffix="live", metadata={"team": "search"})
-    assert job.status == "queued" and job.seed == 3
-    ended = stack.until(job.id, lambda job: job.status in ("succeeded", "failed"), 90)
+    assert job.status == "queued" and job.seed == 3 and job.suffix == "live"
+    seen = [job]
+
+    def look() -> Any:
+        seen.append(stack.client.fine_tuning.jobs.retrieve(job.id))
+        return seen[-1]
+
+    return wait_for(look, lambda job: job.status in ("succeeded", "failed"), 90), seen
+
+
+def test_openais_client_follows_a_job_to_its_end(stack: Stack, followed: tuple[Any, list[Any]]):
+    ended, seen = followed
     assert ended.status == "succeeded", ended.error
     assert ended.fine_tuned_model == f"file://{stack.root}/published/v1/"
     assert ended.result_files == [f"file://{stack.root}/published/v1/model.safetensors"]
@@ -110,21 +124,28 @@ def test_openais_client_follows_a_job_to_its_end(stack: Stack):
     stages = {stage["stage"]: stage["status"] for stage in extra["stages"]}
     assert set(stages) == {"preflight", "extract", "prepare", "train", "stitch", "evaluate", "publish"}
     assert set(stages.values()) == {"finished"}
+    assert len({job.model_dump()["stage"] for job in seen}) > 3, "the stage was not seen moving"
+    assert httpx.get(extra["attempts"][0]["url"], timeout=10).status_code == 200
 
 
-def test_its_events_metrics_and_place_in_the_list_are_there(stack: Stack):
-    job = stack.create("ok", metadata={"run": "events"})
-    stack.until(job.id, lambda job: job.status == "succeeded", 90)
+def test_its_events_metrics_and_place_in_the_list_are_there(stack: Stack, followed: tuple[Any, list[Any]]):
+    job = followed[0]
     wait_for(lambda: losses(stack, job.id), lambda found: len(found) == 5, 30)
     assert losses(stack, job.id) == pytest.approx([3.0, 1.5, 1.0, 0.75, 0.6])
     events = list(stack.client.fine_tuning.jobs.list_events(job.id, limit=5))
     assert len(events) > 20 and len({event.id for event in events}) == len(events)
     assert events[-1].message == "Job created"
     assert any(event.message.startswith("Job succeeded: mean acceptance length 2.400 -> 2.900") for event in events)
-    mine = stack.client.fine_tuning.jobs.list(metadata={"run": "events"})
-    assert [one.id for one in mine] == [job.id]
-    run = httpx.get(job.model_dump()["attempts"][0].get("url") or stack.api.url + "/healthz", timeout=10)
-    assert run.status_code == 200
+    assert [one.id for one in stack.client.fine_tuning.jobs.list(metadata={"team": "search"})] == [job.id]
+
+
+def test_openais_client_understands_the_problems(stack: Stack):
+    with pytest.raises(openai.NotFoundError) as missing:
+        stack.client.fine_tuning.jobs.retrieve("ftjob-none")
+    assert (missing.value.code, missing.value.param) == ("job_not_found", "job_id")
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        stack.create("ok", seed=-1)
+    assert (refused.value.code, refused.value.param) == ("invalid_request", "/seed")
 
 
 def losses(stack: Stack, job_id: str) -> list[float]:
