@@ -68,10 +68,16 @@ def evaluate(
     inputs = fingerprints | {"prompts": digest_of([prompt.key for prompt in prompts])}
     tokenizer = AutoTokenizer.from_pretrained(heads["base"])
     encoded = encode_prompts(tokenizer, prompts)
-    longest = max(len(ids) for ids in encoded) + config.max_tokens
+    # Room for a whole draft after the last token: where vLLM must cut a draft short at its length limit the rates would
+    # sink, and 0.32's CPU kernel for gated delta nets fails.
+    longest = max(len(ids) for ids in encoded) + config.max_tokens + config.num_speculative_tokens + 1
     limit = text_config(open_checkpoint(heads["base"]).config).get("max_position_embeddings")
     if limit and longest > limit:
-        raise DataError(f"A prompt and {config.max_tokens} tokens need {longest} positions; the model has {limit}.")
+        raise DataError(
+            f"A prompt and {config.max_tokens} tokens need {longest} positions; the model has {limit}.",
+            mend="Lower evaluate.max_tokens, or leave out the longest prompts.",
+            pointer="/evaluate/max_tokens",
+        )
     logs = target.with_name(f"{target.name}-logs")
     return run_stage(
         "evaluate", target, config={"evaluate": config.model_dump(), "gate": gate.model_dump()}, inputs=inputs,
