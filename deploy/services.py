@@ -44,7 +44,7 @@ class Service:
     child: Popen[bytes]
     ready: Callable[[], bool]
 
-    def wait(self, timeout: float = 120.0) -> None:
+    def wait(self, timeout: float = 300.0) -> None:
         """Return when it answers. Raises ProcessError with the end of its log when it died or took too long."""
         procs.wait_until(self.ready, self.child, what=self.name, log=self.log, timeout=timeout)
 

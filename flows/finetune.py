@@ -21,6 +21,7 @@ from fastmtp.config import JobSpec
 from fastmtp.errors import FastMTPError
 from fastmtp.pipeline import Workdir, build_report, open_workdir
 from fastmtp.protocol import STAGES, Report, scheduled_job_id
+from flows.orphan import RunEnded
 from flows.reporting import JobReporter
 from flows.tasks import StageFailed, run_stage
 
@@ -59,6 +60,8 @@ def run_chain(job: JobSpec, job_id: str) -> State[Any]:
         _run_stages(job, job_id, workdir, reporter)
     except StageFailed as failed:
         error = {"code": failed.code, "message": failed.message, "stage": failed.stage}
+    except RunEnded:
+        raise
     except Exception as unexpected:
         # Not a stage: the worker's disk, or our own fault. With its traceback, for the operator; the user gets a line.
         get_run_logger().exception("Job %s failed outside its stages, in %s", job_id, root)

@@ -16,16 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from fastmtp.pipeline import Workdir
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
 from prefect.states import Failed
 
 from fastmtp import procs
 from fastmtp.errors import FastMTPError, ProcessError
+from fastmtp.pipeline import Workdir
 from fastmtp.progress import Tail
 from fastmtp.protocol import Progress, Stage
+from flows.orphan import OrphanCheck
 
 # The fastmtp command, for a worker whose training code lives in another environment than Prefect.
 COMMAND_VARIABLE = "FASTMTP_COMMAND"
@@ -72,7 +74,7 @@ def stage_task(
 
 
 def execute(stage: Stage, workdir: Workdir, job_id: str, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
-    """The stage's child, from start to end. See `run_stage`."""
+    """The stage's child, from start to end. See `run_stage`; within a flow run, raises RunEnded too."""
     logger = get_run_logger()
     strays = procs.reap(job_id)
     if strays:
@@ -86,13 +88,28 @@ def execute(stage: Stage, workdir: Workdir, job_id: str, on_progress: Callable[[
     try:
         status = procs.run(
             argv, log=log, stdout=out, run_id=job_id, stall=stall, alive=workdir.progress_file,
-            on_poll=Tail(workdir.progress_file, on_progress),
+            on_poll=_watch(workdir.progress_file, on_progress),
         )  # fmt: skip
     except ProcessError as error:
         logger.error("Last lines of %s:\n%s", log, procs.tail(log))
         raise StageFailed(stage, str(error), code=error.code) from error
     logger.info("%s ended with status %d. Last lines of %s:\n%s", stage, status, log, procs.tail(log))
     return _manifest(stage, status, out, log)
+
+
+def _watch(progress_file: Path, on_progress: Callable[[Progress], None]) -> Callable[[], None]:
+    """What is done while the child runs: hand its progress on, and see that the run is still wanted."""
+    tail = Tail(progress_file, on_progress)
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return tail
+    check = OrphanCheck(context.flow_run.id)
+
+    def watch() -> None:
+        tail()
+        check()
+
+    return watch
 
 
 def _command() -> list[str]:

@@ -22,7 +22,7 @@ from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Crashed
 
 from deploy import services
 from fastmtp.protocol import FINETUNE_DEPLOYMENT, RETRAIN_DEPLOYMENT, Report, scheduled_job_id
@@ -118,6 +118,18 @@ def test_a_worker_killed_with_its_flow_leaves_no_process(worker: Worker, make_jo
     worker.service.child.kill()
     flow.kill()
     wait_for(lambda: gone(pids), "the end of its processes", 20)
+
+
+def test_a_run_that_is_ended_while_its_worker_is_dead_ends_its_work(worker: Worker, make_job: Callable[[str], Any]):
+    flow_run_id = submit(make_job("hang-train"), "ftjob-orphan")
+    pids = worker.pids("ftjob-orphan")
+    flow = psutil.Process(pids[0]).parent()
+    worker.service.child.kill()
+    assert flow.is_running() and not gone(pids), "a worker's death alone ends nothing"
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run_id, Crashed(message="no sign of life"), force=True)
+    wait_for(lambda: gone([*pids, flow.pid]), "the end of its processes", 40)
+    assert read(flow_run_id).state_type == StateType.CRASHED
 
 
 def test_a_schedule_survives_redeployment_fires_and_runs_the_chain(
