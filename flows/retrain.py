@@ -6,7 +6,7 @@ leaves at most one run to catch up, never a heap. A skipped run ends Cancelled u
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from prefect import flow, get_run_logger
@@ -25,6 +25,10 @@ from prefect.runtime import flow_run as runtime
 from fastmtp.config import JobSpec
 from fastmtp.protocol import scheduled_job_id
 from flows.finetune import run_chain, sweep
+
+
+# A busy machine may take this long to start a run; that alone is no miss, however short the period.
+START_UP = timedelta(minutes=2)
 
 
 def run_name() -> str:
@@ -74,7 +78,7 @@ def missed_by_too_much(client: SyncPrefectClient, run: FlowRun, now: datetime) -
         if other.created_by and other.created_by.id == run.created_by.id and other.expected_start_time
     ]
     following = min((other for other in slots if other > slot), default=None)
-    if following is None or (now - slot) * 2 <= following - slot:
+    if following is None or now - slot <= max((following - slot) / 2, START_UP):
         return None
     late = int((now - slot).total_seconds())
     return f"Skipped: the slot of {slot:%Y-%m-%d %H:%M} UTC was missed by {late} s; the next is {following:%H:%M}."

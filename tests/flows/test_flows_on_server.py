@@ -12,10 +12,11 @@ import httpx
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
-from prefect.client.schemas.objects import Artifact, State
+from prefect.client.schemas.objects import Artifact, State, StateType
 
-from fastmtp.protocol import EVENT_PROGRESS, STAGES, Report, resource_id, result_key
+from fastmtp.protocol import EVENT_PROGRESS, STAGES, Report, resource_id, result_key, scheduled_job_id
 from flows.finetune import finetune
+from flows.retrain import retrain
 
 pytestmark = pytest.mark.prefect
 
@@ -106,6 +107,17 @@ def test_a_worker_that_cannot_write_leaves_a_report_too(make_job, tmp_path, monk
     assert state.is_failed()
     report = report_of(state, "ftjob-nodisk")
     assert report.error is not None and "file" in report.error["message"]
+
+
+def test_a_firing_that_comes_too_late_runs_nothing_and_says_so(make_job, monkeypatch, tmp_path):
+    monkeypatch.setattr("flows.retrain.missed_by_too_much", lambda *_: "Skipped: the slot was missed by 700 s.")
+    state = retrain(make_job("ok"), "sched-1", return_state=True)
+    with get_client(sync_client=True) as client:
+        run = client.read_flow_run(_flow_run_id(state))
+    assert (run.state_type, run.state_name) == (StateType.CANCELLED, "Skipped")
+    assert run.state is not None and run.state.message == "Skipped: the slot was missed by 700 s."
+    assert run.name == scheduled_job_id(run.id)
+    assert not (tmp_path / "jobs").exists()
 
 
 def _flow_run_id(state: State[Any]) -> UUID:

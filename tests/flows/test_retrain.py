@@ -42,6 +42,12 @@ def test_a_firing_is_skipped_once_the_next_slot_is_nearer(late, skipped):
         assert reason.startswith("Skipped: the slot of 2026-11-30 12:00 UTC was missed by")
 
 
+def test_a_slow_start_is_no_miss_however_short_the_period():
+    planned = Planned(firing(SLOT + timedelta(minutes=1)))
+    assert missed_by_too_much(planned, firing(SLOT), SLOT + timedelta(seconds=110)) is None
+    assert missed_by_too_much(planned, firing(SLOT), SLOT + timedelta(seconds=130)) is not None
+
+
 def test_slots_of_other_schedules_do_not_count():
     planned = Planned(firing(SLOT + timedelta(minutes=1), UUID(int=2)), firing(SLOT + HOUR))
     assert missed_by_too_much(planned, firing(SLOT), SLOT + timedelta(minutes=20)) is None
