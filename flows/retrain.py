@@ -26,7 +26,6 @@ from fastmtp.config import JobSpec
 from fastmtp.protocol import scheduled_job_id
 from flows.finetune import run_chain, sweep
 
-
 # A busy machine may take this long to start a run; that alone is no miss, however short the period.
 START_UP = timedelta(minutes=2)
 
