@@ -6,7 +6,8 @@ byte-level BPE tokenizer with a chat template, shards with an index, experts one
 step 0 only, on the training text, as released ones are; so its later drafts are poor, which is what the product
 mends.
 
-Deterministic for a recipe on one machine, and found again by the recipe's hash. It knows nothing worth knowing.
+Deterministic for a recipe on one machine; the manifest holds the recipe's hash, by which a finished one is found again.
+It knows nothing worth knowing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fastmtp.head import MTPHead, head_from_config
 from fastmtp.losses import chunked_cross_entropy
 from fastmtp.progress import Reporter
 from fastmtp.save import save_checkpoint
-from fastmtp.stage import Manifest, digest_of, run_stage, sha256_file
+from fastmtp.stage import Manifest, run_stage, sha256_file
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -78,11 +79,6 @@ def build(target: Path, recipe: Recipe, reporter: Reporter, *, text: Path | None
         reporter=reporter,
         replace=True,
     )
-
-
-def recipe_hash(recipe: Recipe) -> str:
-    """Twelve hex digits that name a recipe."""
-    return digest_of(recipe.model_dump())[:12]
 
 
 def _build(directory: Path, recipe: Recipe, reporter: Reporter, text: Path | None) -> dict[str, Any]:
