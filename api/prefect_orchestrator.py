@@ -94,21 +94,21 @@ class PrefectOrchestrator:
             expected_start_time=filters.FlowRunFilterExpectedStartTime(after_=_datetime(since)),
             state=filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(not_any_=[StateType.SCHEDULED])),
         )
+        flow, deployment = protocol.RETRAIN_DEPLOYMENT.split("/")
         found: list[Run] = []
-        while len(found) % PAGE == 0:
+        while True:
             async with self._call("read scheduled runs"):
-                deployment = await self._deployment(protocol.RETRAIN_DEPLOYMENT)
-                wanted.deployment_id = filters.FlowRunFilterDeploymentId(any_=[deployment])
                 runs = await self._client.read_flow_runs(
+                    flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=[flow])),
+                    deployment_filter=filters.DeploymentFilter(name=filters.DeploymentFilterName(any_=[deployment])),
                     flow_run_filter=wanted,
                     sort=FlowRunSort.EXPECTED_START_TIME_ASC,
                     limit=PAGE,
                     offset=len(found),
                 )
-            if not runs:
-                break
             found.extend(map(_run, runs))
-        return found
+            if len(runs) < PAGE:
+                return found
 
     async def cancel_run(self, run_id: str) -> None:
         # The answer does not matter: a run that has not begun answers REJECT and is cancelled all the same.

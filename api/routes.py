@@ -132,9 +132,11 @@ async def delete_schedule(schedule_id: ScheduleId, service: ServiceDep) -> None:
 
 
 @router.post("/schedules/{schedule_id}/trigger", tags=["schedules"], status_code=202, response_model=schemas.JobView)
-async def trigger_schedule(schedule_id: ScheduleId, service: ServiceDep) -> JSONResponse:
+async def trigger_schedule(
+    schedule_id: ScheduleId, service: ServiceDep, idempotency_key: IdempotencyKey = None
+) -> JSONResponse:
     """Make the schedule's job now, whatever its cron says."""
-    return _made(await service.trigger(schedule_id), 202)
+    return _made(await service.trigger(schedule_id, read_key(idempotency_key)), 202)
 
 
 def _made(made: Made, status: int) -> JSONResponse:

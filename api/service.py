@@ -75,14 +75,19 @@ class Service:
 
         return await self._made_once(JOBS_SCOPE, key, body_hash, make)
 
-    async def trigger(self, schedule_id: str) -> Made:
-        """Make a job from a schedule's template, now."""
-        async with self.db.write() as session:
+    async def trigger(self, schedule_id: str, key: str | None) -> Made:
+        """Make a job from a schedule's template, now. Raises Problem 404."""
+        scope, body_hash = f"{SCHEDULES_SCOPE}/{schedule_id}/trigger", idempotency.hash_of(None)
+        before = await self._replayed(scope, key, body_hash)
+        if before:
+            return before
+
+        async def make(session: AsyncSession) -> tuple[dict[str, Any], str]:
             schedule = await self._schedule(session, schedule_id)
             spec = JobSpec.model_validate(schedule.spec)
-            response, location = await self._make_job(session, spec, schedule.request, schedule_id=schedule_id)
-        self._wake()
-        return Made(response, location)
+            return await self._make_job(session, spec, schedule.request, schedule_id=schedule_id)
+
+        return await self._made_once(scope, key, body_hash, make)
 
     async def job(self, job_id: str) -> schemas.JobView:
         """One job. Raises Problem 404."""

@@ -289,7 +289,9 @@ async def test_a_schedule_is_told_to_prefect_and_taken_back(api: Api):
     path = answer.headers["location"]
     await eventually(lambda: _state(api, path), lambda state: state == "active")
     assert list(api.prefect.schedules.values()) == [("0 3 * * 1", "Europe/Berlin")]
-    triggered = await api.client.post(f"{path}/trigger")
+    triggered = await api.client.post(f"{path}/trigger", headers={"Idempotency-Key": "now"})
+    again = await api.client.post(f"{path}/trigger", headers={"Idempotency-Key": "now"})
+    assert again.json()["id"] == triggered.json()["id"] != (await api.client.post(f"{path}/trigger")).json()["id"]
     assert (triggered.status_code, triggered.json()["schedule_id"]) == (202, answer.json()["id"])
     assert (await api.client.delete(path)).status_code == 204
     await eventually(lambda: outbox(api), lambda rows: rows == [])
