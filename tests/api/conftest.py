@@ -9,6 +9,7 @@ import itertools
 import os
 import pwd
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -75,6 +76,9 @@ def postgres() -> Iterator[str]:
         with procs.spawn([*serve, "-k", str(root), "-c", "fsync=off"], log=log, cwd=root) as child:
             procs.wait_until(lambda: _answers(address), child, what="postgres", log=log, timeout=60)
             yield address
+            # At once, whoever is connected: there is nothing to keep.
+            child.send_signal(signal.SIGQUIT)
+            child.wait(30)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 

@@ -125,7 +125,8 @@ def test_openais_client_follows_a_job_to_its_end(stack: Stack, followed: tuple[A
     assert set(stages) == {"preflight", "extract", "prepare", "train", "stitch", "evaluate", "publish"}
     assert set(stages.values()) == {"finished"}
     assert len({job.model_dump()["stage"] for job in seen}) > 3, "the stage was not seen moving"
-    assert httpx.get(extra["attempts"][0]["url"], timeout=10).status_code == 200
+    browser = {"accept": "text/html"}
+    assert httpx.get(extra["attempts"][0]["url"], headers=browser, timeout=10).status_code == 200
 
 
 def test_its_events_metrics_and_place_in_the_list_are_there(stack: Stack, followed: tuple[Any, list[Any]]):
