@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import JSON, ForeignKey, Index, MetaData, String, Text, event, select, text
@@ -191,6 +192,9 @@ async def attempts_of(session: AsyncSession, job_ids: list[str]) -> list[Attempt
 def _engine(url: str) -> AsyncEngine:
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
+        folder = Path(parsed.database or "").parent
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is no directory; make it, or name another file for the database.")
         engine = create_async_engine(parsed.set(drivername="sqlite+aiosqlite"))
         event.listen(engine.sync_engine, "connect", _prepare_sqlite)
         event.listen(engine.sync_engine, "begin", _begin_sqlite)
