@@ -77,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     # Long lines are for the reader's terminal to break: a URI that is cut cannot be copied.
     console = Console(soft_wrap=True, highlight=False)
     signal.signal(signal.SIGTERM, _on_sigterm)
+    # A shell starts what it puts in the background with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with _locked(chosen.dir), contextlib.ExitStack() as stack:
             if not (chosen.keep or chosen.stay):
