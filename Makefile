@@ -1,7 +1,7 @@
 # make setup   both environments; a second run installs nothing
 # make demo    the whole chain once, real, from one command; make up starts the same services and stays
 # make check   lint, format and types; make test: all tests; make bench [NAME=...]: benchmarks into .bench/
-.PHONY: setup postgres demo up check format test bench lock clean
+.PHONY: setup demo up check format test bench lock clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -52,15 +52,8 @@ format: .venv/.installed
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-test: setup postgres
+test: setup
 	.venv/bin/pytest
-
-# The tests of the service run on SQLite and on a PostgreSQL of their own.
-postgres:
-	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { \
-		echo "setup: PostgreSQL's server, for the tests"; \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes postgresql >/dev/null; \
-	} || { echo "setup: install PostgreSQL's server (initdb on PATH), the tests need it"; exit 1; }
 
 bench: setup
 	.venv/bin/python -m tests.benchmarks $(NAME)
