@@ -163,7 +163,7 @@ def publish(
 ) -> None:
     """Upload a stitched checkpoint as a version, read every object back, write the manifest last. No gate is asked."""
     from fastmtp import storage
-    from fastmtp.pipeline import identity, publish_checkpoint
+    from fastmtp.publish import identity, publish_checkpoint
 
     storage.probe(to)
     about = {"verifier": identity(checkpoint)}

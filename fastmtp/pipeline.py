@@ -7,23 +7,19 @@ import it when they run.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastmtp import storage
-from fastmtp.checkpoint import open_checkpoint
 from fastmtp.config import JobSpec
 from fastmtp.errors import FastMTPError, GateRejected, InputError
 from fastmtp.preflight import Policy, check_job, is_local, local_path
 from fastmtp.progress import Reporter
 from fastmtp.protocol import STAGES, Artifact, Measurement, Report, Stage
-from fastmtp.stage import MANIFEST, Manifest, digest_of, read_manifest, run_stage, write_atomic
-
-RECEIPT = "receipt.json"
+from fastmtp.publish import fetch_incumbent, identity, publish_checkpoint
+from fastmtp.stage import MANIFEST, Manifest, read_manifest, write_atomic
 
 
 @dataclass(frozen=True)
@@ -215,7 +211,7 @@ def _evaluate(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, 
 
     model = resolve_model(spec.model)
     heads = {"base": model, "tuned": workdir.checkpoint}
-    if spec.publish and _fetch_incumbent(spec.publish.uri, model, workdir, reporter):
+    if spec.publish and fetch_incumbent(spec.publish.uri, model, workdir.incumbent, reporter):
         heads["incumbent"] = workdir.incumbent
     return _dump(evaluate(heads, spec.evaluate, spec.gate, workdir.evaluation, reporter, replace=True))
 
@@ -227,62 +223,6 @@ def _publish(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, A
         raise GateRejected(evaluation["gate"]["reason"])
     about = {"verifier": identity(resolve_model(spec.model)), "model": spec.model, "evaluation": evaluation}
     return _dump(publish_checkpoint(workdir.checkpoint, spec.publish.uri, workdir.published, about, reporter))
-
-
-def publish_checkpoint(
-    checkpoint: Path, uri: str, receipt_dir: Path, about: dict[str, Any], reporter: Reporter
-) -> Manifest:
-    """Publish a stitched checkpoint below `uri`; the result is a receipt with each object's URI, size and sha256."""
-    stitched = read_manifest(checkpoint)
-    version = f"v-{stitched.digest()[:12]}"
-    total = sum(entry.size for entry in stitched.files.values())
-
-    def body(directory: Path) -> dict[str, Any]:
-        reporter.phase(f"uploading to {uri}", total, "bytes")
-        sent = 0
-
-        def on_bytes(count: int) -> None:
-            nonlocal sent
-            sent += count
-            reporter.advance(sent)
-
-        manifest = storage.publish(checkpoint, uri, version, stitched.files, about, on_bytes)
-        (directory / RECEIPT).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        artifacts = [{key: item[key] for key in ("uri", "size", "sha256")} for item in manifest["files"]]
-        return {"uri": f"{uri.rstrip('/')}/{version}", "version": version, "artifacts": artifacts}
-
-    inputs = {"checkpoint": stitched.digest(), "about": digest_of(about)}
-    return run_stage(
-        "publish", receipt_dir, config={"uri": uri}, inputs=inputs, body=body, reporter=reporter, replace=True
-    )
-
-
-def identity(model: Path) -> str:
-    """What a checkpoint is, wherever its files lie: config and tensor names, types and shapes."""
-    checkpoint = open_checkpoint(model)
-    tensors = [[entry.key, entry.dtype, entry.shape] for _, entry in sorted(checkpoint.tensors.items())]
-    return digest_of([checkpoint.config, tensors])
-
-
-def _fetch_incumbent(uri: str, model: Path, workdir: Workdir, reporter: Reporter) -> bool:
-    """Bring what is published into the working directory, if something of the same model is. Returns whether."""
-    manifest = storage.latest(uri)
-    if manifest is None:
-        return False
-    if manifest.get("verifier") != identity(model):
-        reporter.say("what is published here is of another model and is not compared")
-        return False
-    marker = workdir.incumbent / MANIFEST
-    if marker.is_file() and json.loads(marker.read_bytes()).get("version") == manifest["version"]:
-        return True
-    reporter.phase(f"fetching what is published, {manifest['version']}")
-    temporary = workdir.root / ".incumbent.partial"
-    shutil.rmtree(temporary, ignore_errors=True)
-    storage.fetch(uri, manifest, temporary)
-    write_atomic(temporary / MANIFEST, json.dumps(manifest).encode())
-    shutil.rmtree(workdir.incumbent, ignore_errors=True)
-    temporary.rename(workdir.incumbent)
-    return True
 
 
 def _dump(manifest: Manifest) -> dict[str, Any]:

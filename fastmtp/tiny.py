@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,39 +202,26 @@ def _schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sc
 def _train_verifier(
     model: Qwen3NextForCausalLM, rows: Sequence[list[int]], recipe: Recipe, reporter: Reporter
 ) -> float:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.verifier_lr, weight_decay=0.01)
-    schedule = _schedule(optimizer, recipe.verifier_steps)
-    reporter.phase("training the verifier", recipe.verifier_steps, "steps")
-    smooth = 0.0
-    batches = _batches(rows, recipe.batch_tokens, recipe.verifier_steps, recipe.seed)
-    for step, batch in enumerate(batches, start=1):
+    def loss_of(batch: list[list[int]]) -> torch.Tensor:
         ids, mask = _padded(batch)
         # Right padding under a causal model needs no attention mask: nothing real looks at it.
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         counted = mask[:, 1:]
         total, _ = chunked_cross_entropy(hidden[:, :-1][counted], model.lm_head.weight, ids[:, 1:][counted])
-        loss = total / counted.sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        smooth = _smoothed(smooth, loss, step)
-        reporter.advance(step, note=f"loss {smooth:.3f}")
-    return smooth
+        return total / counted.sum()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.verifier_lr, weight_decay=0.01)
+    batches = _batches(rows, recipe.batch_tokens, recipe.verifier_steps, recipe.seed)
+    reporter.phase("training the verifier", recipe.verifier_steps, "steps")
+    return _fit(optimizer, recipe.verifier_steps, batches, loss_of, reporter)
 
 
 def _train_head(
     model: Qwen3NextForCausalLM, head: MTPHead, rows: Sequence[list[int]], recipe: Recipe, reporter: Reporter
 ) -> float:
     """Step 0 only, on the training text, as native heads are trained: the later steps never see their own output."""
-    model.requires_grad_(False)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=recipe.head_lr, weight_decay=0.0)
-    schedule = _schedule(optimizer, recipe.head_steps)
-    reporter.phase("training its native head for one step", recipe.head_steps, "steps")
-    smooth = 0.0
-    batches = _batches(rows, recipe.batch_tokens, recipe.head_steps, recipe.seed + 1)
-    for step, batch in enumerate(batches, start=1):
+
+    def loss_of(batch: list[list[int]]) -> torch.Tensor:
         ids, mask = _padded(batch)
         with torch.no_grad():
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
@@ -243,17 +230,34 @@ def _train_head(
         counted = packed.counted(0)
         (output,) = head.serving(packed, model.model.embed_tokens.weight, 1, counted)
         total, _ = chunked_cross_entropy(output.states, model.lm_head.weight, packed.input_ids[output.origins + 2])
-        loss = total / counted.sum()
+        return total / counted.sum()
+
+    model.requires_grad_(False)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=recipe.head_lr, weight_decay=0.0)
+    batches = _batches(rows, recipe.batch_tokens, recipe.head_steps, recipe.seed + 1)
+    reporter.phase("training its native head for one step", recipe.head_steps, "steps")
+    return _fit(optimizer, recipe.head_steps, batches, loss_of, reporter)
+
+
+def _fit(
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    batches: Iterable[list[list[int]]],
+    loss_of: Callable[[list[list[int]]], torch.Tensor],
+    reporter: Reporter,
+) -> float:
+    """Train on every batch, the rate rising and falling once. Returns the smoothed loss at the end."""
+    schedule = _schedule(optimizer, steps)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    smooth = 0.0
+    for step, batch in enumerate(batches, start=1):
+        loss = loss_of(batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        smooth = _smoothed(smooth, loss, step)
+        value = float(loss.detach())
+        smooth = value if step == 1 else 0.95 * smooth + 0.05 * value
         reporter.advance(step, note=f"loss {smooth:.3f}")
     return smooth
-
-
-def _smoothed(smooth: float, loss: torch.Tensor, step: int) -> float:
-    value = float(loss.detach())
-    return value if step == 1 else 0.95 * smooth + 0.05 * value
