@@ -36,10 +36,11 @@ async def deploy() -> None:
         with contextlib.suppress(ObjectAlreadyExists):
             await client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template))
         await _register(client, finetune, FINETUNE_DEPLOYMENT)
-        # One firing at a time: a schedule faster than its own jobs must not heap them up.
+        # One firing at a time. The next ones wait rather than vanish: they may belong to other schedules. A schedule
+        # faster than its own jobs still heaps nothing up, since `retrain` skips a firing that comes too late.
         one = {
             "concurrency_limit": 1,
-            "concurrency_options": ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW),
+            "concurrency_options": ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
         }
         await _register(client, retrain, RETRAIN_DEPLOYMENT, **one)
 
