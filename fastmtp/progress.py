@@ -84,8 +84,8 @@ class Reporter:
             self._record("running", metrics=metrics or {}, message=note)
         if not self._bar and not self._quiet and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
-            of = f"/{self._total:g}" if self._total else ""
-            self._console.print(f"{self.stage}: {done:g}{of} {self._unit} {note}", highlight=False)
+            of = f"/{self._total:,.0f}" if self._total else ""
+            self._console.print(f"{self.stage}: {done:,.0f}{of} {self._unit} {note}", highlight=False)
 
     def say(self, message: str, *, bar_only_in_file: bool = False) -> None:
         """One line for the person watching, and a record."""
