@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -30,11 +30,14 @@ SPEC = JobSpec.parse({"model": "m", "data": {"prompts": "a"}, "evaluate": {"prom
 
 
 @pytest.fixture(scope="module")
-def deployed(prefect_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The server with both deployments."""
+def deployed(prefect_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The server with both deployments. What was put on it goes again: another module's worker would take it up."""
     log = tmp_path_factory.mktemp("deployed") / "deployments.log"
     assert procs.run([sys.executable, "-m", "flows.deployments"], log=log, env=prefect_server.env) == 0, procs.tail(log)
-    return prefect_server
+    yield prefect_server
+    with get_client(sync_client=True) as client:
+        for run in client.read_flow_runs():
+            client.delete_flow_run(run.id)
 
 
 @pytest.fixture

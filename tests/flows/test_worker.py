@@ -140,11 +140,11 @@ def test_a_schedule_survives_redeployment_fires_and_runs_the_chain(
     asyncio.run(deploy())
 
     def fired() -> list[FlowRun]:
-        return [run for run in _runs_of(deployment_id) if run.state_type == StateType.COMPLETED]
+        ended = [run for run in _runs_of(deployment_id) if run.state_type == StateType.COMPLETED]
+        return [run for run in ended if run.parameters["schedule_id"] == "sched-1"]
 
     wait_for(lambda: bool(fired()), "the firing", 60)
     run = fired()[0]
-    assert run.parameters["schedule_id"] == "sched-1"
     assert run.name == scheduled_job_id(run.id)
     report = Report.model_validate_json((worker.jobs / run.name / "report.json").read_text())
     assert (report.job_id, report.status) == (run.name, "succeeded")
