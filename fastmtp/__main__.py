@@ -65,7 +65,7 @@ def tiny_verifier(
     given = {"verifier_steps": verifier_steps, "head_steps": head_steps}
     chosen |= {name: value for name, value in given.items() if value is not None}
     recipe = tiny.Recipe(seed=seed, text_sha256=sha256_file(text) if text else None, **chosen)
-    with Reporter("preflight") as reporter:
+    with Reporter("preflight", label="tiny-verifier") as reporter:
         manifest = tiny.build(out, recipe, reporter, text=text)
     _print(manifest.model_dump(mode="json"), as_json, f"{out}: {manifest.summary['parameters']} parameters")
 

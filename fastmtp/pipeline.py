@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmtp.config import JobSpec
-from fastmtp.errors import FastMTPError, GateRejected, InputError
+from fastmtp.errors import ConfigError, FastMTPError, GateRejected, InputError
 from fastmtp.preflight import Policy, check_job, is_local, local_path
 from fastmtp.progress import Reporter
 from fastmtp.protocol import STAGES, Artifact, Measurement, Report, Stage
@@ -217,7 +217,8 @@ def _evaluate(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, 
 
 
 def _publish(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
-    assert spec.publish is not None
+    if spec.publish is None:
+        raise ConfigError("/publish: the job names no destination.", mend="Add publish.uri.", pointer="/publish")
     evaluation = read_manifest(workdir.evaluation).summary
     if not evaluation["gate"]["passed"]:
         raise GateRejected(evaluation["gate"]["reason"])

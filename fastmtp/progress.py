@@ -29,10 +29,14 @@ class Reporter:
         stage: whose progress this is.
         file: where records are appended; none when unset.
         quiet: no bar and no lines.
+        label: what the person watching reads instead of the stage, for work that is no stage of a job.
     """
 
-    def __init__(self, stage: Stage, *, file: Path | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self, stage: Stage, *, file: Path | None = None, quiet: bool = False, label: str | None = None
+    ) -> None:
         self.stage: Stage = stage
+        self._label = label or stage
         self._file = file
         self._quiet = quiet
         self._console = Console(file=sys.stderr)
@@ -70,7 +74,7 @@ class Reporter:
                 TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
                 console=self._console, transient=False,
             )  # fmt: skip
-            self._bar.add_task(f"{self.stage}: {message}", total=total, note="")
+            self._bar.add_task(f"{self._label}: {message}", total=total, note="")
             self._bar.start()
         self.say(message, bar_only_in_file=self._bar is not None)
 
@@ -85,18 +89,18 @@ class Reporter:
         if not self._bar and not self._quiet and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
             of = f"/{self._total:,.0f}" if self._total else ""
-            self._console.print(f"{self.stage}: {done:,.0f}{of} {self._unit} {note}", highlight=False)
+            self._console.print(f"{self._label}: {done:,.0f}{of} {self._unit} {note}", highlight=False)
 
     def say(self, message: str, *, bar_only_in_file: bool = False) -> None:
         """One line for the person watching, and a record."""
         if not self._quiet and not bar_only_in_file:
-            self._console.print(f"{self.stage}: {message}", highlight=False)
+            self._console.print(f"{self._label}: {message}", highlight=False)
         self._record("running", message=message)
 
     def skipped(self) -> None:
         """Say that a finished result was found and is used."""
         if not self._quiet:
-            self._console.print(f"{self.stage}: finished before, used as it is", highlight=False)
+            self._console.print(f"{self._label}: finished before, used as it is", highlight=False)
         self._record("skipped")
 
     def _record(self, status: str, *, metrics: Mapping[str, float] | None = None, message: str = "") -> None:

@@ -205,12 +205,15 @@ def publish(
 
 
 def latest(uri: str) -> dict[str, Any] | None:
-    """Manifest of the version published last below `uri`; None when nothing is."""
-    store = open_store(uri)
-    if store.size(LATEST) is None:
-        return None
-    version = json.loads(b"".join(store.blocks(LATEST)))["version"]
-    manifest: dict[str, Any] = json.loads(b"".join(store.blocks(f"{version}/{MANIFEST}")))
+    """Manifest of the version published last below `uri`; None when nothing is. Raises DestinationError."""
+    try:
+        store = open_store(uri)
+        if store.size(LATEST) is None:
+            return None
+        version = json.loads(b"".join(store.blocks(LATEST)))["version"]
+        manifest: dict[str, Any] = json.loads(b"".join(store.blocks(f"{version}/{MANIFEST}")))
+    except (BotoCoreError, ClientError, OSError, ValueError, KeyError) as error:
+        raise DestinationError(f"{uri}: what is published there does not read: {_reason(error)}.") from error
     return manifest
 
 

@@ -88,6 +88,12 @@ def test_a_wrong_digest_stops_publishing(uri: str, result: tuple[Path, dict[str,
     assert storage.latest(uri) is None
 
 
+def test_what_is_published_but_does_not_read_is_named(uri: str) -> None:
+    storage.open_store(uri).put_bytes("latest.json", b"{half")
+    with pytest.raises(DestinationError, match="does not read"):
+        storage.latest(uri)
+
+
 def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
     manifest = {"version": "v", "files": [{"name": "../evil", "uri": "x", "size": 1, "sha256": "0"}]}
     with pytest.raises(IntegrityError, match="outside"):
