@@ -141,3 +141,11 @@ def test_destinations_without_scheme_or_with_secrets(job: dict[str, Any], uri: s
     with pytest.raises(ConfigError) as caught:
         JobSpec.parse(job | {"publish": {"uri": uri}})
     assert caught.value.pointer == "/publish/uri"
+
+
+def test_publishing_without_a_destination_is_bad_input(job: dict[str, Any], tmp_path: Path) -> None:
+    del job["publish"]
+    done = fastmtp("run", write(tmp_path, job), "--workdir", str(tmp_path / "w"), "--only", "publish", "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["pointer"] == "/publish"
+    assert "Traceback" not in done.stderr
