@@ -30,7 +30,7 @@ from transformers import AttentionInterface, AutoConfig, PretrainedConfig
 from fastmtp.data.rows import PackedRows
 from fastmtp.errors import CheckpointError
 from fastmtp.families import family_of
-from fastmtp.families.base import HEAD_PREFIX, experts_in, text_config
+from fastmtp.families.base import Layout, text_config
 
 _ATTENTION = "fastmtp_rows"
 
@@ -240,38 +240,41 @@ def _load_class(dotted: str) -> Callable[..., nn.Module]:
 
 
 def from_native(native: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Native tensors (`mtp.*`, experts in either layout) -> the module's state dict. `to_native` is its inverse."""
-    state = {key.removeprefix(HEAD_PREFIX): value for key, value in native.items()}
-    experts = experts_in(text_config(config))
+    """Native tensors (experts in either layout) -> the module's state dict. `to_native` is its inverse.
+
+    Copies of the embedding and output head that some families repeat inside the head are left out: they are shared.
+    """
+    family, text = family_of(config), text_config(config)
+    copies = family.copy_shapes(text)
+    state = {family.ours(key, text): value for key, value in native.items() if key not in copies}
+    experts = family.experts(text)
     prefix = "layers.0.mlp.experts."
     if experts and f"{prefix}gate_up_proj" not in state:
         try:
             split = {
-                name: [state.pop(f"{prefix}{index}.{name}.weight") for index in range(experts)]
+                name: [state.pop(f"{prefix}{index}.{name}.weight") for index in range(experts.count)]
                 for name in ("gate_proj", "up_proj", "down_proj")
             }
         except KeyError as error:
-            raise CheckpointError(f"The head lacks {HEAD_PREFIX}{error.args[0]}.", pointer="/model") from error
+            raise CheckpointError(f"The head lacks {family.native(error.args[0], text)}.", pointer="/model") from error
         gate_up = zip(split["gate_proj"], split["up_proj"], strict=True)
         state[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in gate_up])
         state[f"{prefix}down_proj"] = torch.stack(split["down_proj"])
     return state
 
 
-def to_native(state: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """The module's state dict -> native tensors in a layout, `split` (experts one by one) or `fused`."""
-    native: dict[str, Tensor] = {}
+def to_native(state: Mapping[str, Tensor], config: Mapping[str, Any], layout: Layout) -> dict[str, Tensor]:
+    """The module's state dict -> native tensors, experts in a layout: `split` (one by one) or `fused`."""
+    family, text = family_of(config), text_config(config)
+    split: dict[str, Tensor] = {}
     for key, value in state.items():
-        name = HEAD_PREFIX + key
         if layout == "split" and key.endswith("experts.gate_up_proj"):
+            base = key.removesuffix("gate_up_proj")
             for index, pair in enumerate(value):
-                gate, up = pair.chunk(2)
-                base = name.removesuffix("gate_up_proj")
-                native[f"{base}{index}.gate_proj.weight"] = gate.contiguous()
-                native[f"{base}{index}.up_proj.weight"] = up.contiguous()
+                split[f"{base}{index}.gate_proj.weight"], split[f"{base}{index}.up_proj.weight"] = pair.chunk(2)
         elif layout == "split" and key.endswith("experts.down_proj"):
-            for index, down in enumerate(value):
-                native[f"{name.removesuffix('down_proj')}{index}.down_proj.weight"] = down.contiguous()
+            base = key.removesuffix("down_proj")
+            split |= {f"{base}{index}.down_proj.weight": down for index, down in enumerate(value)}
         else:
-            native[name] = value.contiguous()
-    return native
+            split[key] = value
+    return {family.native(key, text): value.contiguous() for key, value in split.items()}

@@ -17,7 +17,7 @@ from fastmtp.config import JobSpec
 from fastmtp.data.prompts import read_prompts
 from fastmtp.errors import CheckpointError, ConfigError, InputError
 from fastmtp.families import family_of
-from fastmtp.families.base import HEAD_PREFIX, Family, text_config
+from fastmtp.families.base import Family, Layout, text_config
 
 _FLOATS = ("BF16", "F16", "F32")
 
@@ -64,7 +64,7 @@ class HeadInfo:
     """
 
     family: Family
-    layout: str
+    layout: Layout
     tensors: dict[str, TensorEntry]
     embedding: TensorEntry
     output: TensorEntry
@@ -105,24 +105,26 @@ def find_head(checkpoint: Checkpoint) -> HeadInfo:
     """The checkpoint's MTP head. Raises CheckpointError when it is lost, incomplete, undeclared or not supported."""
     root, config = checkpoint.root, text_config(checkpoint.config)
     family = family_of(checkpoint.config)
-    declared = family.layers_declared(config) or family.layers_declared(checkpoint.config)
-    found = checkpoint.head(HEAD_PREFIX)
+    declared = family.layers_declared(config)
+    declared = family.layers_default if declared is None else declared
+    prefix = family.head_prefix(config)
+    found = checkpoint.head(prefix)
     if not found:
-        nested = next((key for key in checkpoint.tensors if f".{HEAD_PREFIX}" in key), None)
+        nested = next((key for key in checkpoint.tensors if f".{prefix}" in key), None)
         what = f"stores its head as {nested}" if nested else "has lost its MTP head: no tensor is named mtp.*"
         raise CheckpointError(
             f"{root} {what}" + (f", though config.json declares {declared} layer." if declared else "."),
             mend="Take the original checkpoint: tools that quantise or re-save often drop or rename the head.",
             pointer="/model",
         )
-    if declared != 1 or any(key.startswith(f"{HEAD_PREFIX}layers.1.") for key in found):
+    if declared != 1 or any(key.startswith(f"{prefix}layers.1.") for key in found):
         raise CheckpointError(
             f"{root}: config.json declares {declared} MTP layers in {family.layers_field}; exactly one is supported.",
             mend=f"A head with one layer needs {family.layers_field}: 1.",
             pointer="/model",
         )
     layout = _layout(found)
-    _compare(root, found, family.expected_shapes(config) | family.expert_shapes(config, layout))
+    _compare(root, found, family.shapes(config, layout))
     embedding = _shared(checkpoint, "embed_tokens.weight")
     tied = bool(config.get("tie_word_embeddings", checkpoint.config.get("tie_word_embeddings")))
     output = embedding if tied else _shared(checkpoint, "lm_head.weight")
@@ -142,7 +144,7 @@ def local_path(value: str) -> Path:
     return Path(value.removeprefix("file://")).expanduser()
 
 
-def _layout(found: dict[str, TensorEntry]) -> str:
+def _layout(found: dict[str, TensorEntry]) -> Layout:
     if not any(".experts." in key for key in found):
         return "dense"
     return "fused" if any(key.endswith("experts.gate_up_proj") for key in found) else "split"
@@ -175,7 +177,7 @@ def _compare(root: Path, found: dict[str, TensorEntry], expected: dict[str, tupl
 def _shared(checkpoint: Checkpoint, suffix: str) -> TensorEntry:
     """The one tensor the head shares with the verifier under this name, whatever prefix a wrapper gave it."""
     keys = [key for key in checkpoint.tensors if key == suffix or key.endswith(f".{suffix}")]
-    keys = [key for key in keys if not key.startswith(HEAD_PREFIX) and "visual" not in key]
+    keys = [key for key in keys if not key.startswith("mtp.") and "visual" not in key]
     if len(keys) != 1:
         raise CheckpointError(f"{checkpoint.root} has {len(keys)} tensors named *{suffix}, not one.", pointer="/model")
     return checkpoint.tensors[keys[0]]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastmtp.checkpoint import CONFIG, INDEX
+from fastmtp.families.base import Layout
 from fastmtp.head import MTPHead, to_native
 
 SHARD_BYTES = 2_000_000
@@ -25,7 +26,7 @@ def save_checkpoint(
     head: MTPHead,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    layout: str = "split",
+    layout: Layout = "split",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write model, head (experts in `layout`), config, generation config and tokenizer into `directory`."""
@@ -37,7 +38,7 @@ def save_checkpoint(
         tensors.update(load_file(path))
         path.unlink()
     (directory / INDEX).unlink(missing_ok=True)
-    native = to_native(head.state_dict(), layout)
+    native = to_native(head.state_dict(), model.config.to_dict(), layout)
     tensors.update({key: value.detach().to(torch.bfloat16) for key, value in native.items()})
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_bytes)
     for name, keys in split.filename_to_tensors.items():

@@ -105,7 +105,7 @@ class _Run:
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         torch.manual_seed(config.seed)
         info = find_head(checkpoint)
-        self.layout = info.layout
+        self.layout, self.model_config = info.layout, checkpoint.config
         self.head_dir = head_dir
         native = load_file(head_dir / HEAD_FILE)
         self.native_types = {key: value.dtype for key, value in native.items()}
@@ -266,7 +266,9 @@ class _Run:
         return len(self.before)
 
     def _save(self) -> None:
-        native = to_native({key: value.cpu() for key, value in self.head.state_dict().items()}, self.layout)
+        native = to_native(
+            {key: value.cpu() for key, value in self.head.state_dict().items()}, self.model_config, self.layout
+        )
         stored = {key: value.to(self.native_types[key]) for key, value in native.items()}
         save_file(stored, self.directory / HEAD_FILE, metadata={"format": "pt"})
         shutil.copyfile(self.head_dir / CONFIG, self.directory / CONFIG)

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from fastmtp.families.base import Layout
 from fastmtp.head import MTPHead, head_from_config
 from fastmtp.save import save_checkpoint
 from fastmtp.tiny import CHAT_TEMPLATE
@@ -57,7 +58,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def write_checkpoint(directory: Path, family: str = "qwen3-next", layout: str = "split", seed: int = 0) -> Path:
+def write_checkpoint(directory: Path, family: str = "qwen3-next", layout: Layout = "split", seed: int = 0) -> Path:
     """A whole small checkpoint: model, head, tokenizer, several shards."""
     torch.manual_seed(seed)
     config = config_dict(family)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastmtp.data.rows import PackedRows
 from fastmtp.errors import CheckpointError
+from fastmtp.families.base import Layout
 from fastmtp.head import MTPHead, from_native, head_from_config, to_native
 from tests.fastmtp.fixtures import VOCAB, config_dict, random_head
 
@@ -154,9 +155,9 @@ def test_targets_never_cross_a_row() -> None:
 
 @pytest.mark.parametrize("layout", ["split", "fused"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_native_names_and_module_names_are_inverses(family: str, layout: str) -> None:
+def test_native_names_and_module_names_are_inverses(family: str, layout: Layout) -> None:
     head = random_head(family)
-    native = to_native(head.state_dict(), layout)
+    native = to_native(head.state_dict(), config_dict(family), layout)
     assert all(key.startswith("mtp.") for key in native)
     again = from_native(native, config_dict(family))
     assert again.keys() == head.state_dict().keys()
@@ -166,7 +167,7 @@ def test_native_names_and_module_names_are_inverses(family: str, layout: str) ->
 
 
 def test_missing_expert_is_named() -> None:
-    native = to_native(random_head("qwen3-next").state_dict(), "split")
+    native = to_native(random_head("qwen3-next").state_dict(), config_dict("qwen3-next"), "split")
     del native["mtp.layers.0.mlp.experts.2.up_proj.weight"]
     with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj"):
         from_native(native, config_dict("qwen3-next"))
