@@ -61,7 +61,7 @@ def test_incomplete_head_names_the_tensor(model: Path) -> None:
 
 def test_undeclared_head(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
-    config.pop("num_nextn_predict_layers")
+    config["num_nextn_predict_layers"] = 0
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers"):
         find_head(open_checkpoint(model))
