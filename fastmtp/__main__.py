@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import types
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from fastmtp.config import JobSpec
-from fastmtp.errors import FastMTPError, GateRejected, InputError
+from fastmtp.errors import FastMTPError, GateRejected, InputError, IntegrityError
 from fastmtp.progress import Reporter
 from fastmtp.protocol import STAGES, Measurement, Report, Stage
 
@@ -40,9 +41,20 @@ JOB_EXAMPLE = """
   publish:  {uri: "file:///tmp/published/"}
 """
 
+
+class StitchMode(StrEnum):
+    """Values of `stitch --mode`."""
+
+    auto = "auto"
+    reflink = "reflink"
+    hardlink = "hardlink"
+    copy = "copy"
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file; `fastmtp run --help` shows one.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or hub id.")]
+AnyModel = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, s3:// prefix or hub id.")]
 Out = Annotated[Path, typer.Option("--out", help="Directory for the result; it must be new or empty.")]
 
 
@@ -70,15 +82,47 @@ def tiny_verifier(
     _print(manifest.model_dump(mode="json"), as_json, f"{out}: {manifest.summary['parameters']} parameters")
 
 
+@app.command(epilog="Example: fastmtp inspect Qwen/Qwen3-Next-80B-A3B-Instruct --json")
+def inspect(model: AnyModel, as_json: AsJson = False) -> None:
+    """Say what a model is and whether a job can use it: family, head, layout, types, sizes, and everything wrong.
+
+    Reads config, index and headers, no tensor, from disk, S3 or the hub. Exit code 2 when a job cannot use it as it is.
+    """
+    from fastmtp.inspection import inspect as look_at
+    from fastmtp.table import inspection_table
+
+    found = look_at(model)
+    if as_json:
+        _print(found.model_dump(mode="json"), as_json, "")
+    else:
+        Console().print(inspection_table(found))
+    if not found.usable:
+        raise typer.Exit(InputError.exit_code)
+
+
+@app.command(epilog="Example: fastmtp families --json")
+def families(
+    markdown: Annotated[bool, typer.Option(help="Print the table of the documentation.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the model families whose heads are known, and how each stores and runs its head."""
+    from fastmtp.families import families_table, rows
+
+    if as_json or markdown:
+        _print({"families": rows()}, as_json, families_table())
+    else:
+        Console().print(Markdown(families_table()))
+
+
 @app.command(epilog="Example: fastmtp extract ./tiny --out ./head")
-def extract(model: Model, out: Out, as_json: AsJson = False) -> None:
-    """Take the native head out of a checkpoint: its bytes only, nothing else is loaded."""
+def extract(model: AnyModel, out: Out, as_json: AsJson = False) -> None:
+    """Take the native head out of a checkpoint: its bytes only, by ranged reads, wherever it lies."""
     from fastmtp.extract import extract as run_extract
-    from fastmtp.pipeline import resolve_model
+    from fastmtp.table import size
 
     with Reporter("extract") as reporter:
-        manifest = run_extract(resolve_model(model), out, reporter)
-    text = f"{out}: {len(manifest.summary['tensors'])} tensors, {manifest.summary['bytes']} bytes"
+        manifest = run_extract(model, out, reporter)
+    text = f"{out}: {len(manifest.summary['tensors'])} tensors, {size(manifest.summary['bytes'])}"
     _print(manifest.model_dump(mode="json"), as_json, text)
 
 
@@ -118,16 +162,58 @@ def train(
 
 @app.command(epilog="Example: fastmtp stitch ./tiny --head ./tuned --out ./checkpoint")
 def stitch(
-    model: Model, head: Annotated[Path, typer.Option(help="Result of train.")], out: Out, as_json: AsJson = False
+    model: Model,
+    head: Annotated[Path, typer.Option(help="Result of train or extract, or a .safetensors file.")],
+    out: Out,
+    mode: Annotated[
+        StitchMode, typer.Option(help="How unchanged shards get there; auto: the first of the others that works.")
+    ] = StitchMode.auto,
+    mend: Annotated[
+        bool, typer.Option("--mend", help="Also list every tensor in the index, and drop a wrapper's prefix.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Put a head into a copy of its checkpoint; every other byte stays as it is, and that is checked."""
+    """Put a head into a new checkpoint directory; every other byte stays as it is, and that is proved.
+
+    Unchanged shards become reflinks, hard links or copies; shards that hold the head are streamed once. A hard link is
+    the source's own file: take --mode copy if you mean to edit shards in place later.
+    """
     from fastmtp.pipeline import resolve_model
     from fastmtp.stitch import stitch as run_stitch
+    from fastmtp.table import size
 
     with Reporter("stitch") as reporter:
-        manifest = run_stitch(resolve_model(model), head, out, reporter)
-    text = f"{out}: {manifest.summary['tensors_changed']} of {manifest.summary['tensors_of_head']} tensors changed"
+        manifest = run_stitch(resolve_model(model), head, out, reporter, mode=mode.value, mend=mend)
+    found = manifest.summary
+    links = sorted(set(found["links"].values()))
+    text = f"{out}: {found['tensors_changed']} of {found['tensors_of_head']} tensors changed, "
+    text += f"{size(found['bytes_written'])} written" + (
+        f", {len(found['links'])} shards as {links[0]}s" if links else ""
+    )
     _print(manifest.model_dump(mode="json"), as_json, text)
+
+
+@app.command(epilog="Example: fastmtp verify ./tiny ./checkpoint")
+def verify(
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint directory, s3:// prefix or hub id.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say what differs between two checkpoints, by tensor, and whether that is exactly the head.
+
+    Exit code 1 when it is more than the head.
+    """
+    from fastmtp.compare import compare
+    from fastmtp.table import comparison_table
+
+    with Reporter("stitch", label="verify") as reporter:
+        found = compare(a, b, reporter)
+    if as_json:
+        _print(found.model_dump(mode="json"), as_json, "")
+    else:
+        Console().print(comparison_table(found))
+    if found.verdict == "more than the head":
+        raise typer.Exit(IntegrityError.exit_code)
 
 
 @app.command(epilog="Example: fastmtp evaluate job.yaml --base ./tiny --tuned ./checkpoint --out ./evaluation")

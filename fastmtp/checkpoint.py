@@ -1,9 +1,10 @@
-"""Sharded safetensors directories, read by header: where each tensor lies, without loading any of them.
+"""Sharded safetensors checkpoints, read by header: where each tensor lies, without loading any of them.
 
-A checkpoint is described by its index *and* its files' own headers: tools disagree about which of the two is right, so
-both are read and every disagreement is an error that names file and key. Nothing here writes, and nothing loads torch.
+A checkpoint is described by its index *and* by its files' own headers. Tools disagree about which of the two is right,
+so both are read, everything that does not fit together is a `Fault`, and `open_checkpoint` refuses where an error is
+among them. Nothing here writes, and nothing loads torch.
 
-Format: 8 bytes little-endian length, that many bytes of JSON header, then the tensors' bytes
+Format: 8 bytes little-endian length, that many bytes of JSON header, then the tensors' bytes without holes
 (https://github.com/huggingface/safetensors, README, "Format").
 """
 
@@ -12,24 +13,47 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
 
 from fastmtp.errors import CheckpointError
+from fastmtp.files import BLOCK, FileInfo, Files, in_parallel, open_files
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 CONFIG = "config.json"
+SUFFIX = ".safetensors"
 _MAX_HEADER = 100_000_000  # the format's own limit
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
-    "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+    "U16": 16, "U8": 8, "BOOL": 8, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
+_AGAIN = "Download it again."
 
 
 @dataclass(frozen=True)
-class TensorEntry:
+class Fault:
+    """Something about a checkpoint that does not fit.
+
+    Attributes:
+        level: `error`: it cannot be used. `serving`: it can be read and stitched, but vLLM or transformers would not
+            load it as it is, so a job refuses it. `warning`: it works, and is worth knowing.
+        code: stable name of the kind of fault.
+        what, mend: what is wrong, naming file and key, and what to do about it.
+    """
+
+    level: Literal["error", "serving", "warning"]
+    code: str
+    what: str
+    mend: str = ""
+    file: str = ""
+    key: str = ""
+
+
+class TensorEntry(NamedTuple):
     """One tensor of a file: `begin` and `end` are absolute byte offsets in it."""
 
     key: str
@@ -46,141 +70,243 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model directory as its headers describe it.
+    """A model as its headers describe it.
 
     Attributes:
-        config: config.json.
-        tensors: key -> entry, over every shard.
-        shards: file name -> size in bytes, sorted.
-        index: the index file's JSON, or None for a single-file checkpoint.
+        config: config.json; empty where it does not read.
+        tensors: key -> entry, over every safetensors file.
+        listed: every file, by name; those of `shards` among them.
+        shards: safetensors file -> size in bytes, sorted by name.
+        index: the index file's JSON, or None where there is none.
+        faults: what does not fit together, in the order found.
     """
 
-    root: Path
+    files: Files
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
+    listed: dict[str, FileInfo]
     shards: dict[str, int]
     index: dict[str, Any] | None
+    faults: tuple[Fault, ...]
 
-    def head(self, prefix: str) -> dict[str, TensorEntry]:
+    @property
+    def root(self) -> Path:
+        """The directory. Raises CheckpointError for a checkpoint that is not local."""
+        if self.files.root is None:
+            raise CheckpointError(f"{self.files.name} is not on this machine.", mend="Download it first.")
+        return self.files.root
+
+    @property
+    def unlisted(self) -> list[str]:
+        """Keys, in sorted order, that no index lists although there is one."""
+        return [] if self.index is None else sorted(self.tensors.keys() - weight_map_of(self.index).keys())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    def below(self, prefix: str) -> dict[str, TensorEntry]:
         """Tensors whose key starts with `prefix`, sorted by key."""
         return {key: self.tensors[key] for key in sorted(self.tensors) if key.startswith(prefix)}
 
+    def blocks(self, entry: TensorEntry) -> Iterator[bytes]:
+        """A tensor's bytes as stored, at most `BLOCK` at a time. Raises CheckpointError where the file ends inside."""
+        for begin in range(entry.begin, entry.end, BLOCK):
+            end = min(begin + BLOCK, entry.end)
+            data = self.files.read(entry.file, begin, end)
+            if len(data) != end - begin:
+                raise CheckpointError(f"{self.files.name}/{entry.file} ends inside {entry.key}.", mend=_AGAIN)
+            yield data
+
     def read(self, entry: TensorEntry) -> bytes:
-        """A tensor's bytes as stored."""
-        with (self.root / entry.file).open("rb") as file:
-            file.seek(entry.begin)
-            data = file.read(entry.nbytes)
-        if len(data) != entry.nbytes:
-            raise CheckpointError(f"{self.root / entry.file} ends inside {entry.key}.", mend="Download it again.")
-        return data
+        """A tensor's bytes as stored, whole."""
+        return b"".join(self.blocks(entry))
 
 
-def open_checkpoint(root: Path) -> Checkpoint:
-    """Read config, index and every shard's header. Raises CheckpointError for whatever does not fit together."""
-    if not root.is_dir():
-        raise CheckpointError(
-            f"{root} is no directory.", mend="Name a local checkpoint directory with config.json.", pointer="/model"
-        )
-    config = _read_json(root / CONFIG)
-    index = _read_json(root / INDEX) if (root / INDEX).exists() else None
-    names = _shard_names(root, index)
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """`scan`, refusing what cannot be used. Raises CheckpointError with everything that is wrong."""
+    checkpoint = scan(open_files(model))
+    require(checkpoint.faults)
+    return checkpoint
+
+
+def require(faults: Iterable[Fault], *, serving: bool = False) -> None:
+    """Raise CheckpointError for the errors among `faults`; with `serving` also for what could not be served."""
+    bad = [fault for fault in faults if fault.level == "error" or (serving and fault.level == "serving")]
+    if bad:
+        more = f" And {len(bad) - 1} more: `fastmtp inspect` lists them." if len(bad) > 1 else ""
+        raise CheckpointError(bad[0].what, mend=bad[0].mend + more, pointer="/model", faults=tuple(bad))
+
+
+def scan(files: Files) -> Checkpoint:
+    """Read config, index and every file's header. What is wrong with them is in the result's `faults`.
+
+    Raises:
+        CheckpointError: the place itself cannot be listed.
+    """
+    listed = files.list()
+    faults: list[Fault] = []
+    config = _json_of(files, CONFIG, listed, faults)
+    if CONFIG not in listed:
+        faults.append(Fault("error", "config_missing", f"{files.name} lacks {CONFIG}.", _AGAIN, CONFIG))
+    index = _json_of(files, INDEX, listed, faults) if INDEX in listed else None
+    names = _shard_names(files, index, listed, faults)
     tensors: dict[str, TensorEntry] = {}
-    for name in names:
-        for entry in read_header(root / name):
-            if entry.key in tensors:
-                other = tensors[entry.key].file
-                raise CheckpointError(f"{entry.key} is in {other} and again in {name}.", mend="Delete the stale file.")
-            tensors[entry.key] = entry
-    if index is not None:
-        _compare_with_index(root, index["weight_map"], tensors)
-    sizes = {name: (root / name).stat().st_size for name in names}
-    return Checkpoint(root=root, config=config, tensors=tensors, shards=sizes, index=index)
-
-
-def read_header(path: Path) -> Iterator[TensorEntry]:
-    """Entries of one safetensors file, checked against its size. Raises CheckpointError when truncated or malformed."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
-        if length > min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"{path} is truncated or no safetensors file.", mend="Download it again.")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{path} has a broken header.", mend="Download it again.") from error
-    start = 8 + length
-    end_of_data = start
-    for key, value in header.items():
-        if key == "__metadata__":
+    for found in in_parallel(files, lambda name: _header_or_fault(files, name, listed[name].size), names):
+        if isinstance(found, Fault):
+            faults.append(found)
             continue
-        entry = _entry(path, key, value, start)
-        end_of_data = max(end_of_data, entry.end)
-        yield entry
-    if end_of_data != size:
-        raise CheckpointError(f"{path} has {size} bytes, its header needs {end_of_data}.", mend="Download it again.")
-
-
-def _entry(path: Path, key: str, value: Any, start: int) -> TensorEntry:  # noqa: ANN401 - JSON
-    try:
-        begin, end = (int(offset) for offset in value["data_offsets"])
-        shape = tuple(int(dim) for dim in value["shape"])
-        dtype = str(value["dtype"])
-        expected = math.prod(shape) * _BITS[dtype] // 8
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: entry {key} does not read.", mend="Download it again.") from error
-    if not 0 <= begin <= end or end - begin != expected:
-        raise CheckpointError(f"{path}: {key} has {end - begin} bytes, {dtype} {list(shape)} needs {expected}.")
-    return TensorEntry(key, path.name, dtype, shape, start + begin, start + end)
-
-
-def _shard_names(root: Path, index: dict[str, Any] | None) -> list[str]:
-    """Files of the checkpoint: what the index lists, and any other safetensors file beside them."""
-    present = {path.name for path in root.glob("*.safetensors")}
-    listed: set[str] = set()
+        for entry in found:
+            if entry.key in tensors:
+                what = f"{files.name}: {entry.key} is in {tensors[entry.key].file} and again in {entry.file}."
+                faults.append(Fault("error", "key_twice", what, "Delete the stale file.", entry.file, entry.key))
+            tensors[entry.key] = entry
+    for name, info in listed.items():
+        if info.size is None and name not in names:
+            what = f"{files.name}/{name} is a link that leads nowhere."
+            faults.append(Fault("error", "file_unreadable", what, _AGAIN, name))
+    unread = {fault.file for fault in faults}
     if index is not None:
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{root / INDEX} has no weight_map.", mend="Download it again.")
-        listed = {str(name) for name in weight_map.values()}
-        outside = sorted(name for name in listed if Path(name).name != name)
-        if outside:
-            raise CheckpointError(f"{root / INDEX} names {outside[0]}, outside the directory.")
-        missing = sorted(listed - present)
-        if missing:
-            raise CheckpointError(
-                f"{root} lacks {missing[0]}" + (f" and {len(missing) - 1} more shards" if missing[1:] else "") + ".",
-                mend="The index lists it: download it again.",
-                pointer="/model",
-            )
-    if not present:
-        raise CheckpointError(f"{root} holds no safetensors file.", mend="Convert it to safetensors.", pointer="/model")
-    return sorted(present | listed)
+        faults += _compare_with_index(files.name, index, tensors, unread)
+    shards = {name: listed[name].size or 0 for name in names}
+    return Checkpoint(files, config or {}, tensors, listed, shards, index, tuple(faults))
 
 
-def _compare_with_index(root: Path, weight_map: dict[str, str], tensors: dict[str, TensorEntry]) -> None:
-    """Keys the index misses are fine (some tools leave the head out); keys it misplaces or invents are not."""
-    for key, name in weight_map.items():
-        if key not in tensors:
-            raise CheckpointError(
-                f"{root / INDEX} says that {key} is in {name}, but it is in no file.", mend="Download the shard again."
-            )
-        if tensors[key].file != name:
-            raise CheckpointError(
-                f"{root / INDEX} says that {key} is in {name}, but it is in {tensors[key].file}.",
-                mend="Rebuild the index.",
-            )
+def weight_map_of(index: Mapping[str, Any]) -> Mapping[str, str]:
+    """The index's key -> file; empty where it has none."""
+    found = index.get("weight_map")
+    return found if isinstance(found, dict) else {}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_header(files: Files, name: str, size: int) -> list[TensorEntry]:
+    """Entries of one safetensors file in order of offset, checked against its size.
+
+    Raises:
+        CheckpointError: truncated or malformed: no header, bytes that overlap, have holes or miss the file's end.
+    """
+    entries, start = parse_header(files, name, size)
+    position = start
+    for entry in entries:
+        if entry.begin != position:
+            what = "overlap" if entry.begin < position else "leave a hole"
+            raise CheckpointError(f"{files.name}/{name}: tensors {what} at byte {position}, {entry.key}.", mend=_AGAIN)
+        position = entry.end
+    if position != size:
+        raise CheckpointError(f"{files.name}/{name} has {size} bytes, its header needs {position}.", mend=_AGAIN)
+    return entries
+
+
+def parse_header(files: Files, name: str, size: int) -> tuple[list[TensorEntry], int]:
+    """Entries in order of offset, and where the data begins. Raises CheckpointError as `read_header`."""
+    path = f"{files.name}/{name}"
+    data = files.read(name, 0, min(size, files.probe))
+    length = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else _MAX_HEADER + 1
+    if length > min(_MAX_HEADER, size - 8):
+        raise CheckpointError(f"{path} is truncated or no safetensors file.", mend=_AGAIN)
+    text = data[8 : 8 + length]
+    if len(text) < length:
+        text += files.read(name, 8 + len(text), 8 + length)
     try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path.parent} lacks {path.name}.", mend="Download it again.", pointer="/model"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} does not read as JSON.", mend="Download it again.", pointer="/model") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object.", pointer="/model")
-    return value
+        header = json.loads(text)
+        items = [(key, value) for key, value in header.items() if key != "__metadata__"]
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a broken header.", mend=_AGAIN) from error
+    entries = [_entry(path, name, key, value, 8 + length) for key, value in items]
+    return sorted(entries, key=lambda entry: (entry.begin, entry.end)), 8 + length
+
+
+def _entry(path: str, name: str, key: str, value: Any, start: int) -> TensorEntry:  # noqa: ANN401 - JSON
+    try:
+        (begin, end), shape, dtype = value["data_offsets"], value["shape"], value["dtype"]
+        bits = math.prod(shape) * _BITS[dtype]
+        plain = all(type(number) is int and number >= 0 for number in (begin, end, *shape))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: entry {key} does not read: {value!r:.100}.", mend=_AGAIN) from error
+    if not plain or bits % 8 or end - begin != bits // 8:
+        raise CheckpointError(f"{path}: {key} has {end - begin} bytes, {dtype} {shape} needs {bits // 8}.", mend=_AGAIN)
+    return TensorEntry(key, name, dtype, tuple(shape), start + begin, start + end)
+
+
+def _header_or_fault(files: Files, name: str, size: int | None) -> list[TensorEntry] | Fault:
+    if size is None:
+        what = f"{files.name}/{name} is a link that leads nowhere."
+        return Fault("error", "file_unreadable", what, _AGAIN, name)
+    try:
+        return read_header(files, name, size)
+    except CheckpointError as error:
+        return Fault("error", "file_broken", error.what, error.mend, name)
+    except OSError as error:
+        what = f"{files.name}/{name} cannot be read: {error.strerror}."
+        return Fault("error", "file_unreadable", what, "Make it readable.", name)
+
+
+def _shard_names(
+    files: Files, index: dict[str, Any] | None, listed: dict[str, FileInfo], faults: list[Fault]
+) -> list[str]:
+    """Safetensors files to read: every one at the top level, listed by the index or not."""
+    present = sorted(name for name in listed if name.endswith(SUFFIX) and "/" not in name)
+    if index is not None:
+        weight_map = weight_map_of(index)
+        if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+            faults.append(
+                Fault("error", "index_broken", f"{files.name}/{INDEX} has no usable weight_map.", _AGAIN, INDEX)
+            )
+            return present
+        for name in sorted(set(weight_map.values()) - set(present)):
+            if PurePosixPath(name).name != name:
+                what = f"{files.name}/{INDEX} names {name}, outside the directory."
+                faults.append(Fault("error", "file_outside", what, "Take the original index.", name))
+            else:
+                what = f"{files.name} lacks {name}, which the index lists."
+                faults.append(Fault("error", "file_missing", what, _AGAIN, name))
+        for name in sorted(set(present) - set(weight_map.values())):
+            what = f"{files.name}/{name} is not in the index: vLLM and transformers do not read it."
+            faults.append(Fault("warning", "file_unlisted", what, "", name))
+    elif len(present) > 1 or (present and present != [SINGLE]):
+        what = f"{files.name} has no {INDEX}: transformers does not find {present[0]}" + " and the rest" * bool(
+            present[1:]
+        )
+        faults.append(
+            Fault(
+                "serving", "index_missing", what + ".", "Download it, or let `fastmtp stitch --mend` write one.", INDEX
+            )
+        )
+    if not present:
+        pickled = next((name for name in listed if name.endswith((".bin", ".pt", ".pth"))), None)
+        mend = f"Convert {pickled}: only safetensors are read." if pickled else "Name a checkpoint in safetensors."
+        faults.append(Fault("error", "no_safetensors", f"{files.name} holds no safetensors file.", mend))
+    return present
+
+
+def _compare_with_index(
+    where: str, index: dict[str, Any], tensors: dict[str, TensorEntry], unread: set[str]
+) -> Iterator[Fault]:
+    """Keys the index misplaces or invents. Those it misses are fine to read: some tools leave the head out."""
+    metadata = index.get("metadata")
+    stated, found = metadata.get("total_size") if isinstance(metadata, dict) else None, 0
+    if stated is not None and not unread and stated != (found := sum(entry.nbytes for entry in tensors.values())):
+        what = f"{where}/{INDEX} states a total_size of {stated} bytes, the tensors have {found}."
+        yield Fault("warning", "total_size_stale", what, "", INDEX)
+    for key, name in weight_map_of(index).items():
+        if name in unread or not isinstance(name, str):
+            continue
+        if key not in tensors:
+            what = f"{where}/{INDEX} says that {key} is in {name}, but it is in no file."
+            yield Fault("error", "key_lost", what, "Download the shard again.", name, key)
+        elif tensors[key].file != name:
+            what = f"{where}/{INDEX} says that {key} is in {name}, but it is in {tensors[key].file}."
+            yield Fault("error", "key_misplaced", what, "Rebuild the index.", name, key)
+
+
+def _json_of(files: Files, name: str, listed: dict[str, FileInfo], faults: list[Fault]) -> dict[str, Any] | None:
+    if name not in listed:
+        return None
+    try:
+        value = json.loads(files.read(name, 0, listed[name].size or 0))
+        if isinstance(value, dict):
+            return value
+    except (OSError, ValueError, RecursionError):
+        pass
+    faults.append(Fault("error", "json_broken", f"{files.name}/{name} does not read as a JSON object.", _AGAIN, name))
+    return None

@@ -50,9 +50,13 @@ class ConfigError(InputError):
 
 
 class CheckpointError(InputError):
-    """A model directory that cannot be used: files, index, config or head."""
+    """A checkpoint that cannot be used: files, index, config or head. `faults` has everything found wrong with it."""
 
     code = "invalid_checkpoint"
+
+    def __init__(self, what: str, *, mend: str = "", pointer: str = "", faults: tuple[object, ...] = ()) -> None:
+        super().__init__(what, mend=mend, pointer=pointer)
+        self.faults = faults
 
 
 class DataError(InputError):

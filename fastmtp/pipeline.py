@@ -15,11 +15,13 @@ from typing import Any
 
 from fastmtp.config import JobSpec
 from fastmtp.errors import ConfigError, FastMTPError, GateRejected, InputError
-from fastmtp.preflight import Policy, check_job, is_local, local_path
+from fastmtp.files import is_local, local_path
+from fastmtp.preflight import Policy, check_job
 from fastmtp.progress import Reporter
 from fastmtp.protocol import STAGES, Artifact, Measurement, Report, Stage
 from fastmtp.publish import fetch_incumbent, identity, publish_checkpoint
 from fastmtp.stage import MANIFEST, Manifest, read_manifest, write_atomic
+from fastmtp.table import size
 
 
 @dataclass(frozen=True)
@@ -169,16 +171,23 @@ def _preflight(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str,
     from fastmtp.serving import vllm_python
 
     summary["vllm_python"] = str(vllm_python())
-    needed = summary.get("model_bytes", 0)
+    _require_room(workdir, spec, summary)
+    for warning in summary["warnings"]:
+        reporter.say(f"warning: {warning}")
+    reporter.say(f"{summary['family']}, head of {summary['head_tensors']} tensors: everything is in place")
+    return {"stage": "preflight", "summary": summary}
+
+
+def _require_room(workdir: Workdir, spec: JobSpec, summary: dict[str, Any]) -> None:
+    """Room for head, tuned head and stitched checkpoint. Unchanged shards are links on the model's own file system."""
+    linked = is_local(spec.model) and local_path(spec.model).stat().st_dev == workdir.root.stat().st_dev
+    needed = summary["stitch_bytes" if linked else "stitch_bytes_as_copy"] + 2 * summary["head_bytes"]
     free = shutil.disk_usage(workdir.root).free
     if needed > free:
         raise InputError(
-            f"{workdir.root} has {free} bytes free; the stitched checkpoint alone needs {needed}.",
-            mend="Free space, or name another --workdir.",
+            f"{workdir.root} has {size(free)} free; the job writes at least {size(needed)} there.",
+            mend="Free space, or name a --workdir on another disk.",
         )
-    head = f", head of {summary['head_tensors']} tensors" if "head_tensors" in summary else ""
-    reporter.say(f"{summary.get('family', spec.model)}{head}: everything is in place")
-    return {"stage": "preflight", "summary": summary}
 
 
 def _extract(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:

@@ -13,10 +13,20 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bar
 
 from fastmtp.protocol import Progress, Stage
+from fastmtp.table import size
 
 RECORD_SECONDS = 1.0
 LINE_SECONDS = 10.0
@@ -69,10 +79,12 @@ class Reporter:
         self._done, self._total, self._unit = 0.0, total, unit
         self._last_line = time.monotonic()
         if not self._quiet and self._console.is_terminal:
+            amount: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TextColumn(unit))
+            if unit == "bytes":
+                amount = (DownloadColumn(), TransferSpeedColumn())
             self._bar = Bar(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit),
-                TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-                console=self._console, transient=False,
+                TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn(), TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"), console=self._console, transient=False,
             )  # fmt: skip
             self._bar.add_task(f"{self._label}: {message}", total=total, note="")
             self._bar.start()
@@ -88,8 +100,11 @@ class Reporter:
             self._record("running", metrics=metrics or {}, message=note)
         if not self._bar and not self._quiet and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
-            of = f"/{self._total:,.0f}" if self._total else ""
-            self._console.print(f"{self._label}: {done:,.0f}{of} {self._unit} {note}", highlight=False)
+            if self._unit == "bytes":
+                reached = size(done) + (f" of {size(self._total)}" if self._total else "")
+            else:
+                reached = f"{done:,.0f}" + (f"/{self._total:,.0f}" if self._total else "") + f" {self._unit}"
+            self._console.print(f"{self._label}: {reached} {note}", highlight=False)
 
     def say(self, message: str, *, bar_only_in_file: bool = False) -> None:
         """One line for the person watching, and a record."""

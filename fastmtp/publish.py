@@ -9,8 +9,18 @@ from typing import Any
 
 from fastmtp import storage
 from fastmtp.checkpoint import open_checkpoint
+from fastmtp.errors import IntegrityError
 from fastmtp.progress import Reporter
-from fastmtp.stage import MANIFEST, Manifest, digest_of, read_manifest, run_stage, write_atomic
+from fastmtp.stage import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    digest_of,
+    read_manifest,
+    run_stage,
+    sha256_file,
+    write_atomic,
+)
 
 RECEIPT = "receipt.json"
 
@@ -20,10 +30,11 @@ def publish_checkpoint(
 ) -> Manifest:
     """Publish a stitched checkpoint below `uri`; the result is a receipt with each object's URI, size and sha256."""
     stitched = read_manifest(checkpoint)
-    version = f"v-{stitched.digest()[:12]}"
     total = sum(entry.size for entry in stitched.files.values())
 
     def body(directory: Path) -> dict[str, Any]:
+        files = _hashed(checkpoint, stitched.files, reporter)
+        version = f"v-{digest_of({name: entry.sha256 for name, entry in files.items()})[:12]}"
         reporter.phase(f"uploading to {uri}", total, "bytes")
         sent = 0
 
@@ -32,7 +43,7 @@ def publish_checkpoint(
             sent += count
             reporter.advance(sent)
 
-        manifest = storage.publish(checkpoint, uri, version, stitched.files, about, on_bytes)
+        manifest = storage.publish(checkpoint, uri, version, files, about, on_bytes)
         (directory / RECEIPT).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         artifacts = [{key: item[key] for key in ("uri", "size", "sha256")} for item in manifest["files"]]
         return {"uri": f"{uri.rstrip('/')}/{version}", "version": version, "artifacts": artifacts}
@@ -41,6 +52,20 @@ def publish_checkpoint(
     return run_stage(
         "publish", receipt_dir, config={"uri": uri}, inputs=inputs, body=body, reporter=reporter, replace=True
     )
+
+
+def _hashed(directory: Path, files: dict[str, FileEntry], reporter: Reporter) -> dict[str, FileEntry]:
+    """Every file with its sha256: a version is named by content. Links were not read when they were made."""
+    links = {name for name, entry in files.items() if entry.sha256 is None}
+    reporter.phase("hashing shards", sum(files[name].size for name in links), "bytes")
+    found, done = dict(files), 0
+    for name in sorted(links):
+        if not files[name].matches(directory / name):
+            raise IntegrityError(f"{directory / name} is not the file that was linked.")
+        found[name] = FileEntry(size=files[name].size, sha256=sha256_file(directory / name))
+        done += files[name].size
+        reporter.advance(done, note=name)
+    return found
 
 
 def identity(model: Path) -> str:

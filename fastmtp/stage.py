@@ -9,6 +9,8 @@ process.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -28,10 +30,23 @@ MANIFEST = "manifest.json"
 
 
 class FileEntry(BaseModel):
-    """One file of a result."""
+    """One file of a result: by its hash, or, for a link to a file that was not read, by what identifies that file."""
 
     size: int
-    sha256: str
+    sha256: str | None = Field(None, description="None for a link whose bytes were not read.")
+    link: str | None = Field(None, description="hardlink or reflink: the file is the source's, byte for byte.")
+    mtime_ns: int | None = Field(None, description="Of the source, where the file is a link.")
+
+    def identity(self) -> str:
+        """Equal for equal bytes, as far as is known without reading them."""
+        return self.sha256 or f"{self.size}:{self.mtime_ns}"
+
+    def matches(self, path: Path) -> bool:
+        """Whether a file has this size, and for a link this modification time. Reads no bytes."""
+        if not path.is_file():
+            return False
+        found = path.stat()
+        return found.st_size == self.size and (self.link is None or found.st_mtime_ns == self.mtime_ns)
 
 
 class Manifest(BaseModel):
@@ -53,7 +68,7 @@ class Manifest(BaseModel):
 
     def digest(self) -> str:
         """What a later stage records of this result: a hash over its files only, so equal bytes are equal inputs."""
-        return digest_of({name: entry.sha256 for name, entry in sorted(self.files.items())})
+        return digest_of({name: entry.identity() for name, entry in sorted(self.files.items())})
 
 
 def digest_of(value: object) -> str:
@@ -102,13 +117,13 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify_files(directory: Path, manifest: Manifest) -> None:
-    """Compare every file with its manifest, sizes and sha256. Raises IntegrityError naming the first that differs."""
+    """Compare every file with its manifest: sizes, and sha256 or, for links, times. Raises IntegrityError."""
     for name, entry in manifest.files.items():
         path = directory / name
         if not path.is_file():
             raise IntegrityError(f"{path} is gone; its manifest lists it.")
-        if path.stat().st_size != entry.size or sha256_file(path) != entry.sha256:
-            raise IntegrityError(f"{path} is not what its manifest says (size or sha256).")
+        if not entry.matches(path) or (entry.sha256 is not None and sha256_file(path) != entry.sha256):
+            raise IntegrityError(f"{path} is not what its manifest says (size, time or sha256).")
 
 
 def run_stage(
@@ -120,18 +135,20 @@ def run_stage(
     body: Callable[[Path], dict[str, Any]],
     reporter: Reporter,
     replace: bool = False,
+    inventory: Callable[[Path], dict[str, FileEntry]] | None = None,
 ) -> Manifest:
     """Produce `target` by `body`, or find that it is finished already.
 
     Args:
         body: writes the result into the directory it is given and returns the manifest's summary.
         replace: put this result in the place of an earlier one of the same stage; otherwise such a target is refused.
+        inventory: what is in the directory and safe on disk, where the body knows; otherwise every file is read.
 
     Returns:
         The manifest of the finished directory.
 
     Raises:
-        InputError: `target` exists and is not this result.
+        InputError: `target` exists and is not this result, or another process is making it.
     """
     fingerprint = digest_of(
         {"stage": stage, "config": dict(config), "inputs": dict(inputs), "version": fastmtp.__version__}
@@ -143,31 +160,60 @@ def run_stage(
     _require_free_target(stage, target, replace)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".{target.name}.partial"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    lock = _claim(temporary)
     begun = time.monotonic()
     try:
         summary = body(temporary)
+        files = inventory(temporary) if inventory else _inventory(temporary)
         manifest = Manifest(
             stage=stage, fingerprint=fingerprint, config=dict(config), inputs=dict(inputs), version=fastmtp.__version__,
-            created=time.time(), seconds=time.monotonic() - begun, files=_inventory(temporary), summary=summary,
+            created=time.time(), seconds=time.monotonic() - begun, files=files, summary=summary,
         )  # fmt: skip
         write_atomic(temporary / MANIFEST, manifest.model_dump_json(indent=1).encode())
         _swap_in(temporary, target)
-    finally:
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
     return manifest
+
+
+def _claim(temporary: Path) -> int:
+    """Make an empty working directory that is ours as long as the returned descriptor is open, in place of a dead one.
+
+    The lock is on the directory itself, so a killed process leaves none behind.
+    """
+    while True:
+        with contextlib.suppress(FileExistsError):
+            temporary.mkdir()
+        try:
+            descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise InputError(
+                f"Another process is making {temporary.with_name(temporary.name[1:].removesuffix('.partial'))}.",
+                mend="Wait for it, or name another directory.",
+            ) from error
+        # Between opening and locking its owner may have finished and renamed or removed it.
+        if temporary.exists() and os.path.samestat(os.fstat(descriptor), temporary.stat()):
+            break
+        os.close(descriptor)
+    for path in temporary.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return descriptor
 
 
 def _finished(target: Path, fingerprint: str) -> Manifest | None:
     if not (target / MANIFEST).is_file():
         return None
     manifest = read_manifest(target)
-    sizes_match = all(
-        (target / name).is_file() and (target / name).stat().st_size == entry.size
-        for name, entry in manifest.files.items()
-    )
-    return manifest if manifest.fingerprint == fingerprint and sizes_match else None
+    there = all(entry.matches(target / name) for name, entry in manifest.files.items())
+    return manifest if manifest.fingerprint == fingerprint and there else None
 
 
 def _require_free_target(stage: str, target: Path, replace: bool) -> None:

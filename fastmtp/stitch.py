@@ -1,133 +1,194 @@
 """Put a head back into its checkpoint: a new directory in which only the head's bytes differ.
 
-Every file of the source is copied, links resolved to real files; then the head's tensors are written over their own
-bytes in the copy, so names, dtypes, shards, index and every other byte stay as they were, which is compared with the
-source before the directory gets its name. The source is only ever opened for reading.
+Shards without the head are links to the source's (or copies, where links are not possible); shards with it are streamed
+once, the head's bytes replaced on the way; side files are copied. Names, types, shards, index and every other byte stay
+as they were: linked files are the source's own, streamed ones are proved by hashes (`fastmtp.copying`). The source is
+only ever opened for reading, and a kill at any moment leaves nothing under the final name.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
+import re
 import shutil
+import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastmtp.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_header
-from fastmtp.errors import CheckpointError, InputError, IntegrityError
-from fastmtp.extract import HEAD_FILE, fingerprint
-from fastmtp.preflight import HeadInfo, find_head
+from fastmtp.checkpoint import INDEX, Checkpoint, open_checkpoint
+from fastmtp.copying import Link, Mode, Piece, assemble, blocks_of, link, links_possible, whole
+from fastmtp.errors import InputError, IntegrityError
+from fastmtp.extract import fingerprint
+from fastmtp.families.base import text_config
+from fastmtp.headfile import open_head, pieces_of
+from fastmtp.native import HeadInfo, find_head
 from fastmtp.progress import Reporter
-from fastmtp.stage import MANIFEST, Manifest, read_manifest, run_stage
+from fastmtp.stage import MANIFEST, FileEntry, Manifest, fsync_directory, run_stage
+from fastmtp.table import size
 
-_BLOCK = 16 << 20
+# Weights in other formats hold the head as it was, and may run code when they are loaded.
+_LEFT_OUT = re.compile(r"\.(bin|pt|pth|pkl|ckpt)$")
 
 
-def stitch(model: Path, head: Path, target: Path, reporter: Reporter, *, replace: bool = False) -> Manifest:
-    """Make `target`, the checkpoint `model` with the head of directory `head`.
+def stitch(
+    model: Path,
+    head: Path,
+    target: Path,
+    reporter: Reporter,
+    *,
+    mode: Mode = "auto",
+    mend: bool = False,
+    replace: bool = False,
+) -> Manifest:
+    """Make `target`, the checkpoint `model` with the head of directory or file `head`.
+
+    Args:
+        mode: how unchanged shards get there; `auto` takes the first of reflink, hard link and copy that works.
+        mend: also make the result loadable where the source is not: an index that lists every tensor, the head's keys
+            without a wrapper's prefix.
 
     Raises:
-        CheckpointError: the head does not fit: a tensor missing, too many, of another shape or dtype.
-        IntegrityError: a byte outside the head differs from the source.
+        CheckpointError: the checkpoint cannot be used, or the head does not fit it.
+        InputError: `target` lies in the source, or there is no room for it.
+        IntegrityError: a byte outside the head differs from the source, or the source changed meanwhile.
     """
     source = open_checkpoint(model)
     native = find_head(source)
     if target.resolve().is_relative_to(model.resolve()) or model.resolve().is_relative_to(target.resolve()):
         raise InputError(f"{target} and the checkpoint {model} lie in each other.", mend="Name another directory.")
-    tuned = _entries(head, native)
-    inputs = {"model": fingerprint(source), "head": read_manifest(head).digest()}
+    path, digest = open_head(head)
+    job = _Stitch(source, native, pieces_of(path, native, text_config(source.config)), mend, reporter)
     return run_stage(
-        "stitch", target, config={}, inputs=inputs, reporter=reporter, replace=replace,
-        body=lambda directory: _stitch(source, native, head / HEAD_FILE, tuned, directory, reporter),
+        "stitch", target, config={"mode": mode, "mend": mend}, inputs={"model": fingerprint(source), "head": digest},
+        reporter=reporter, replace=replace, body=lambda directory: job.run(directory, mode),
+        inventory=lambda _directory: dict(sorted(job.entries.items())),
     )  # fmt: skip
 
 
-def _entries(head: Path, native: HeadInfo) -> dict[str, TensorEntry]:
-    """Tensors of the head file, checked one by one against the checkpoint's own."""
-    entries = {entry.key: entry for entry in read_header(head / HEAD_FILE)}
-    different = sorted(entries.keys() ^ native.tensors.keys())
-    if different:
-        where = "lacks" if different[0] in native.tensors else "has besides"
-        raise CheckpointError(f"{head} {where} {different[0]}; it is not a head of this checkpoint.")
-    for key, entry in entries.items():
-        own = native.tensors[key]
-        if (entry.shape, entry.dtype) != (own.shape, own.dtype):
-            raise CheckpointError(
-                f"{head}: {key} is {entry.dtype} {list(entry.shape)}, the model has {own.dtype} {list(own.shape)}."
+@dataclass
+class _Stitch:
+    """One stitching; `entries` is filled as files get into place."""
+
+    source: Checkpoint
+    native: HeadInfo
+    head: dict[str, list[Piece]]
+    mend: bool
+    reporter: Reporter
+
+    def __post_init__(self) -> None:
+        self.entries: dict[str, FileEntry] = {}
+        self.done = 0
+        self.root = self.source.root
+        wrapper = self.native.wrapper if self.mend else ""
+        # Key in a file -> key in the result.
+        self.renamed = {wrapper + key: key for key in self.native.tensors} if wrapper else {}
+
+    def run(self, directory: Path, mode: Mode) -> dict[str, Any]:
+        names = [name for name in self.source.listed if name != MANIFEST and not _LEFT_OUT.search(name)]
+        written: dict[str, list[Piece]] = {name: self._shard(name) for name in self.native.files}
+        written |= {name: whole(self.root / name) for name in names if name not in self.source.shards}
+        if self.mend:
+            written[INDEX] = [Piece(None, 0, 0, data=self._index(), replaced=True)]
+        linked: dict[str, Link] = {}
+        for name in names:
+            if name not in written:
+                how = links_possible((self.root / name).resolve(), directory, mode)
+                if how:
+                    linked[name] = how
+                else:
+                    written[name] = whole(self.root / name)
+        total = sum(piece.nbytes for pieces in written.values() for piece in pieces)
+        self._require_room(directory, total)
+        self.reporter.phase("writing the checkpoint", 2 * total, "bytes")
+        for name, how in linked.items():
+            self.entries[name] = link((self.root / name).resolve(), _place(directory, name), how)
+        for name, pieces in written.items():
+            self.entries[name] = assemble(pieces, _place(directory, name), functools.partial(self._advance, name))
+        for parent in {(directory / name).parent for name in self.entries} - {directory}:
+            fsync_directory(parent)
+        if self.source.files.list() != self.source.listed:
+            raise IntegrityError(f"{self.root} changed while it was read.")
+        return {
+            "tensors_changed": self._changed(),
+            "tensors_of_head": len(self.native.tensors),
+            "bytes_of_head": self.native.nbytes,
+            "bytes_written": total,
+            "links": linked,
+            "streamed": self.native.files,
+            "left_out": sorted(self.source.listed.keys() - set(names) - {MANIFEST}),
+            "mended": [*([INDEX] if self.mend else ()), *self.renamed],
+        }
+
+    def _shard(self, name: str) -> list[Piece]:
+        """A shard from begin to end: its header, then its tensors, the head's from the head's file."""
+        path = self.root / name
+        own = {entry.key: key for key, entry in self.native.tensors.items()}
+        entries = sorted(
+            (entry for entry in self.source.tensors.values() if entry.file == name), key=lambda entry: entry.begin
+        )
+        start = entries[0].begin
+        pieces = [self._header(path, start)]
+        for entry in entries:
+            if entry.key in own:
+                pieces += self.head[own[entry.key]]
+            elif pieces[-1].path == path and not pieces[-1].replaced:
+                pieces[-1] = Piece(path, pieces[-1].begin, entry.end)
+            else:
+                pieces.append(Piece(path, entry.begin, entry.end))
+        return pieces
+
+    def _header(self, path: Path, end: int) -> Piece:
+        """The header as it is; with other names where the head's are mended."""
+        if not self.renamed:
+            return Piece(path, 0, end)
+        with path.open("rb") as file:
+            header = json.loads(file.read(end)[8:])
+        text = json.dumps({self.renamed.get(key, key): value for key, value in header.items()}).encode()
+        text += b" " * (-len(text) % 8)
+        return Piece(None, 0, 0, data=struct.pack("<Q", len(text)) + text, replaced=True)
+
+    def _index(self) -> bytes:
+        """An index of every tensor of every file, with what else the source's says."""
+        found = dict(self.source.index or {})
+        metadata = found.get("metadata")
+        found["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": self.source.nbytes}
+        found["weight_map"] = {
+            self.renamed.get(key, key): entry.file for key, entry in sorted(self.source.tensors.items())
+        }
+        return json.dumps(found, indent=2).encode() + b"\n"
+
+    def _changed(self) -> int:
+        """How many tensors of the head have other bytes than before."""
+        return sum(
+            _digest(self.source.blocks(entry)) != _digest(blocks_of(self.head[key]))
+            for key, entry in self.native.tensors.items()
+        )
+
+    def _advance(self, name: str, count: int) -> None:
+        self.done += count
+        self.reporter.advance(self.done, note=name)
+
+    def _require_room(self, directory: Path, total: int) -> None:
+        free = shutil.disk_usage(directory).free
+        if free < total:
+            raise InputError(
+                f"{directory.parent} has {size(free)} free, the stitched checkpoint needs {size(total)}.",
+                mend="Free space, or use another disk; on the model's own file system, unchanged shards are links.",
             )
-    return entries
 
 
-def _stitch(
-    source: Checkpoint,
-    native: HeadInfo,
-    head_file: Path,
-    tuned: dict[str, TensorEntry],
-    directory: Path,
-    reporter: Reporter,
-) -> dict[str, Any]:
-    files = [path for path in sorted(source.root.rglob("*")) if _belongs(source.root, path)]
-    total = sum(path.stat().st_size for path in files)
-    if shutil.disk_usage(directory).free < total:
-        raise InputError(f"{directory.parent} has no room for {total} bytes.", mend="Free space, or use another disk.")
-    reporter.phase("copying the checkpoint", total, "bytes")
-    done = 0
-    for path in files:
-        copy = directory / path.relative_to(source.root)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
-        done += path.stat().st_size
-        reporter.advance(done, note=path.name)
-    changed = _patch(directory, native, head_file, tuned)
-    reporter.phase("comparing it with the source", sum(source.shards.values()), "bytes")
-    done = 0
-    for name in source.shards:
-        _compare(source.root / name, directory / name, [e for e in native.tensors.values() if e.file == name])
-        done += source.shards[name]
-        reporter.advance(done, note=name)
-    return {"tensors_changed": changed, "tensors_of_head": len(tuned), "bytes_of_head": native.nbytes}
+def _place(directory: Path, name: str) -> Path:
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
-def _belongs(root: Path, path: Path) -> bool:
-    """Regular files of the checkpoint, symbolic links included; not our own manifest, nor caches and hidden files."""
-    relative = path.relative_to(root)
-    hidden = any(part.startswith(".") for part in relative.parts)
-    return path.is_file() and not hidden and relative.as_posix() != MANIFEST
-
-
-def _patch(directory: Path, native: HeadInfo, head_file: Path, tuned: dict[str, TensorEntry]) -> int:
-    """Write the tuned tensors over their own bytes in the copy. Returns how many tensors differ from before."""
-    changed = 0
-    with head_file.open("rb") as new:
-        for key, own in native.tensors.items():
-            new.seek(tuned[key].begin)
-            data = new.read(tuned[key].nbytes)
-            with (directory / own.file).open("r+b") as shard:
-                shard.seek(own.begin)
-                before = shard.read(own.nbytes)
-                shard.seek(own.begin)
-                shard.write(data)
-            changed += before != data
-    return changed
-
-
-def _compare(source: Path, copy: Path, spared: list[TensorEntry]) -> None:
-    """Compare two files byte by byte outside the spared tensors."""
-    if source.stat().st_size != copy.stat().st_size:
-        raise IntegrityError(f"{copy} has another size than {source}.")
-    with source.open("rb") as left, copy.open("rb") as right:
-        for begin, end in _outside(spared, source.stat().st_size):
-            left.seek(begin)
-            right.seek(begin)
-            while begin < end:
-                size = min(_BLOCK, end - begin)
-                if left.read(size) != right.read(size):
-                    raise IntegrityError(f"{copy} differs from {source} outside the head, after byte {begin}.")
-                begin += size
-
-
-def _outside(spared: list[TensorEntry], size: int) -> Iterator[tuple[int, int]]:
-    position = 0
-    for entry in sorted(spared, key=lambda entry: entry.begin):
-        yield position, entry.begin
-        position = entry.end
-    yield position, size
+def _digest(blocks: Iterator[bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for block in blocks:
+        digest.update(block)
+    return digest.digest()

@@ -94,13 +94,7 @@ class S3Store:
         parts = urlsplit(uri)
         self._bucket = parts.netloc
         self._prefix = parts.path.strip("/")
-        # Endpoints other than Amazon's seldom answer to bucket.host names.
-        custom = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        style = {"addressing_style": "path"} if custom else {}
-        # A session of its own: boto3's default one is shared between threads and keeps its first credentials for good.
-        self._client = boto3.session.Session().client(
-            "s3", config=Config(s3=style, retries={"mode": "standard", "max_attempts": 5}, connect_timeout=10)
-        )
+        self._client = s3_client()
 
     def check(self) -> None:
         """Raise ClientError when there is no such bucket: some endpoints make one on the first write."""
@@ -136,6 +130,17 @@ class S3Store:
         return f"s3://{self._bucket}/{self._key(key)}"
 
 
+def s3_client() -> Any:  # noqa: ANN401 - boto3 is untyped
+    """A client whose endpoint and credentials come from boto3's own chain."""
+    # Endpoints other than Amazon's seldom answer to bucket.host names.
+    custom = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    style = {"addressing_style": "path"} if custom else {}
+    # A session of its own: boto3's default one is shared between threads and keeps its first credentials for good.
+    return boto3.session.Session().client(
+        "s3", config=Config(s3=style, retries={"mode": "standard", "max_attempts": 5}, connect_timeout=10)
+    )
+
+
 def open_store(uri: str) -> Store:
     """The store behind an s3:// or file:// URI. Raises DestinationError for any other."""
     if uri.startswith("s3://"):
@@ -155,7 +160,7 @@ def probe(uri: str) -> None:
         store.delete(key)
     except (BotoCoreError, ClientError, OSError) as error:
         raise DestinationError(
-            f"{uri} cannot be written: {_reason(error)}.",
+            f"{uri} cannot be written: {reason(error)}.",
             mend="Check that the bucket or directory exists and that the credentials may write to it.",
             pointer="/publish/uri",
         ) from error
@@ -200,7 +205,7 @@ def publish(
         store.put_bytes(f"{version}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
         store.put_bytes(LATEST, json.dumps({"version": version, "uri": store.uri(version)}).encode())
     except (BotoCoreError, ClientError, OSError) as error:
-        raise DestinationError(f"{uri}: {_reason(error)}.", pointer="/publish/uri") from error
+        raise DestinationError(f"{uri}: {reason(error)}.", pointer="/publish/uri") from error
     return manifest
 
 
@@ -213,7 +218,7 @@ def latest(uri: str) -> dict[str, Any] | None:
         version = json.loads(b"".join(store.blocks(LATEST)))["version"]
         manifest: dict[str, Any] = json.loads(b"".join(store.blocks(f"{version}/{MANIFEST}")))
     except (BotoCoreError, ClientError, OSError, ValueError, KeyError) as error:
-        raise DestinationError(f"{uri}: what is published there does not read: {_reason(error)}.") from error
+        raise DestinationError(f"{uri}: what is published there does not read: {reason(error)}.") from error
     return manifest
 
 
@@ -250,7 +255,7 @@ def read_bytes(uri: str) -> bytes:
     try:
         return b"".join(open_store(parent).blocks(name))
     except (BotoCoreError, ClientError, OSError) as error:
-        raise DataError(f"{uri} cannot be read: {_reason(error)}.") from error
+        raise DataError(f"{uri} cannot be read: {reason(error)}.") from error
 
 
 def _remote_sha256(store: Store, key: str) -> str:
@@ -260,7 +265,7 @@ def _remote_sha256(store: Store, key: str) -> str:
     return digest.hexdigest()
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """One line that names the cause and never holds a credential."""
     if isinstance(error, ClientError):
         detail = error.response.get("Error", {})

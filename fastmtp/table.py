@@ -1,10 +1,23 @@
-"""The acceptance table, as Markdown: for files, Prefect artifacts and the terminal alike. Loads no torch."""
+"""What people read: the acceptance table as Markdown, inspections and comparisons as text. Loads no torch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from fastmtp.protocol import Measurement
+
+if TYPE_CHECKING:
+    from fastmtp.compare import Comparison, Difference
+    from fastmtp.inspection import Inspection
+
+_SHOWN = 20
+_LEVELS = {"error": "red", "serving": "red", "warning": "yellow"}
 
 
 def acceptance_table(figures: Mapping[str, Measurement]) -> str:
@@ -22,3 +35,87 @@ def acceptance_table(figures: Mapping[str, Measurement]) -> str:
         rows.append(["gain", *(f"{gain:+.3f}" for gain in gains), f"{length:+.3f}", ""])
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def size(count: float) -> str:
+    """Bytes as people write them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def inspection_table(found: Inspection) -> Group:
+    """What `fastmtp inspect` shows a person: the model, its head, what a job would do, and what is wrong."""
+    grid = Table.grid(padding=(0, 2))
+    for name, value in _inspected(found):
+        grid.add_row(Text(name, style="bold"), Text(value))
+    parts: list[Table | Text] = [grid]
+    for fault in found.faults:
+        line = Text(f"{fault.level}: ", style=_LEVELS[fault.level])
+        parts.append(line.append(f"{fault.what} {fault.mend}".strip(), style="default"))
+    verdict = "a job can use it as it is" if found.usable else "a job cannot use it as it is"
+    parts.append(Text(f"{verdict}; looked at in {found.seconds:.2f} s", style="bold"))
+    return Group(*parts)
+
+
+def _inspected(found: Inspection) -> list[tuple[str, str]]:
+    family = (found.family or "unknown") + (", not fine-tuned yet" if found.family and not found.trainable else "")
+    sizes = [f"{name} {value:,}" for name, value in found.sizes.items()] + ["tied embeddings"] * found.tied
+    rows = [
+        ("model", found.model),
+        ("family", family),
+        ("tensors", f"{found.tensors:,} in {found.files:,} files, {size(found.bytes)}"),
+        ("types", ", ".join(f"{name} {size(count)}" for name, count in found.dtypes.items())),
+        ("quantised", found.quantisation or "no"),
+        ("sizes", ", ".join(sizes)),
+    ]
+    if found.head:
+        head = found.head
+        experts = {"dense": "dense", "split": "experts one by one", "fused": "experts stacked"}[head.layout]
+        types = ", ".join(head.dtypes)
+        rows.append(("head", f"whole: {head.tensors:,} tensors {head.prefix}*, {size(head.bytes)}, {types}, {experts}"))
+        rows += [("", f"{size(count)} in {name}") for name, count in head.files.items()]
+        rows += [("", f"copy inside the head, left as it is: {key}") for key in head.copies]
+    else:
+        rows.append(("head", "none that can be used"))
+    if found.job:
+        job = found.job
+        reads = f"{size(job.read_by_extract)} to extract, {size(job.read_by_train)} to train, all of it in vLLM"
+        writes = (
+            f"{size(job.written_by_stitch)} to stitch ({size(job.written_by_stitch_as_copy)} where files cannot be "
+        )
+        writes += f"linked), {size(job.states_per_1000_tokens)} of hidden states per 1,000 tokens"
+        rows += [("a job reads", reads), ("a job writes", writes)]
+    return rows
+
+
+def comparison_table(found: Comparison) -> Group:
+    """What `fastmtp verify` shows a person."""
+    parts: list[Table | Text] = []
+    if found.differences:
+        table = Table("tensor", "difference", "of the head", "change", "file in B")
+        for difference in found.differences[:_SHOWN]:
+            table.add_row(*_compared(difference))
+        parts.append(table)
+    if len(found.differences) > _SHOWN:
+        kinds = Counter(difference.what for difference in found.differences[_SHOWN:])
+        rest = ", ".join(f"{count:,} {what}" for what, count in kinds.items())
+        parts.append(Text(f"and more: {rest} (--json has all)"))
+    parts += [Text(f"{name}: {how}") for name, how in found.side_files.items()]
+    same = found.tensors - len(found.differences)
+    verdict = {
+        "identical": "identical", "exactly the head": "they differ in exactly the head",
+        "part of the head": "they differ in part of the head and nothing else",
+        "more than the head": "they differ in more than the head",
+    }[found.verdict]  # fmt: skip
+    text = f"{verdict}: {same:,} of {found.tensors:,} tensors are the same, {size(found.bytes_read)} read of each"
+    parts.append(Text(text, style="bold"))
+    return Group(*parts)
+
+
+def _compared(difference: Difference) -> tuple[str, str, str, str, str]:
+    change = "" if difference.change is None else f"{difference.change:.4f}"
+    of_head = "yes" if difference.of_head else "no"
+    return difference.key, difference.what, of_head, change, difference.file_b or ""

@@ -33,8 +33,8 @@ from fastmtp.errors import DataError, FastMTPError
 from fastmtp.extract import HEAD_FILE, fingerprint
 from fastmtp.head import StepOutput, from_native, head_from_config, to_native
 from fastmtp.losses import chunked_cross_entropy
+from fastmtp.native import find_head
 from fastmtp.plots import plot_curves
-from fastmtp.preflight import find_head
 from fastmtp.progress import Reporter
 from fastmtp.protocol import Measurement
 from fastmtp.stage import Manifest, read_manifest, run_stage

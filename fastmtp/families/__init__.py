@@ -31,3 +31,31 @@ def family_of(config: Mapping[str, Any]) -> Family:
     raise CheckpointError(
         f"model_type {model_type!r} is no family we know.", mend=f"Known are: {known}.", pointer="/model"
     )
+
+
+def rows() -> list[dict[str, Any]]:
+    """Each family as one JSON-able record: what `fastmtp families` and the documentation show."""
+    return [
+        {
+            "family": family.title, "model_type": list(family.model_types), "head": f"{family.prefix}*",
+            "declared in": family.layers_field, "input": f"[{', '.join(family.concat)}]",
+            "carried state": family.carried, "gain of a norm": family.norm,
+            "first embedding": "zeroed" if family.zero_first_embedding else "kept",
+            "fine-tuned": family.trainable,
+        }
+        for family in sorted(families().values(), key=lambda family: (not family.trainable, family.name))
+    ]  # fmt: skip
+
+
+def families_table() -> str:
+    """`rows` as a Markdown table."""
+    found = rows()
+    lines = [list(found[0]), ["---"] * len(found[0])]
+    lines += [[_cell(value) for value in row.values()] for row in found]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "not yet"
+    return ", ".join(f"`{item}`" for item in value) if isinstance(value, list) else str(value)

@@ -3,7 +3,7 @@
 Loads no torch. Classes are named by string and imported only where a head is built. Conventions are those of vLLM
 0.32's model classes (`vllm/model_executor/models/*_mtp.py`), since that is what serves the head.
 
-Names used here: a *native* key X name is the head module's (`fastmtp.head`).
+Names used here: a *native* key is a tensor's name in the checkpoint; *our* name is the head module's (`fastmtp.head`).
 """
 
 from __future__ import annotations

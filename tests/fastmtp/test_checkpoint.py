@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from fastmtp.checkpoint import INDEX, open_checkpoint
 from fastmtp.config import JobSpec
 from fastmtp.errors import CheckpointError, ConfigError, DataError, DestinationError, InputError
-from fastmtp.preflight import Policy, check_job, find_head
+from fastmtp.native import find_head
+from fastmtp.preflight import Policy, check_job
 from tests.fastmtp.fixtures import MODEL_TYPES, write_checkpoint
 
 
@@ -67,14 +68,15 @@ def test_undeclared_head(model: Path) -> None:
         find_head(open_checkpoint(model))
 
 
-def test_head_under_a_wrapper_prefix_is_named(model: Path) -> None:
+def test_head_under_a_wrapper_prefix_is_named(model: Path, tmp_path: Path) -> None:
     """Case E4: vLLM reads only names that begin with mtp., and skips the rest without a word."""
     for shard in model.glob("*.safetensors"):
         renamed = {("language_model." + key if "mtp" in key else key): value for key, value in load_file(shard).items()}
         save_file(renamed, shard, metadata={"format": "pt"})
     (model / INDEX).unlink()
-    with pytest.raises(CheckpointError, match=r"language_model\.mtp\."):
-        find_head(open_checkpoint(model))
+    assert find_head(open_checkpoint(model)).wrapper == "language_model."
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors\.index\.json.* And 1 more"):
+        check_job(job(model, tmp_path), Policy())
 
 
 def test_missing_shard(model: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from fastmtp.checkpoint import INDEX, open_checkpoint
 from fastmtp.families import families
 from fastmtp.families.base import Layout, text_config
-from fastmtp.preflight import find_head
+from fastmtp.native import find_head
 from tests.fastmtp.fixtures import write_checkpoint
 from tests.fastmtp.synthetic import Plan, write
 from tests.fastmtp.synthetic_models import VARIANTS, WRAPPED, small_config

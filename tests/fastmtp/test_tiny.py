@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastmtp.checkpoint import INDEX, open_checkpoint
-from fastmtp.preflight import find_head
+from fastmtp.native import find_head
 from fastmtp.progress import Reporter
 from fastmtp.stage import Manifest
 from fastmtp.tiny import TEST_PROMPTS, TRAIN_PROMPTS, Recipe, build

@@ -1,0 +1,199 @@
+"""Files of a new directory that are files of an old one: as a reflink, a hard link or a copy; or with ranges replaced.
+
+Nothing here opens a source for writing, and nothing writes to a file that exists: a target is new, or it is an error.
+What is copied is hashed on the way and read back once; what is linked is the source's own bytes, which the kernel says.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fastmtp.errors import InputError, IntegrityError
+from fastmtp.files import BLOCK
+from fastmtp.stage import FileEntry
+
+Mode = Literal["auto", "reflink", "hardlink", "copy"]
+Link = Literal["reflink", "hardlink"]
+_FICLONE = 0x40049409  # linux/fs.h
+# What a file system, a mount or a kernel setting answers when it does not link these two places.
+_NO_LINK = {
+    errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.EMLINK,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes `begin` to `end` of `path`, or `data` where that is given. `replaced` says that they are not the source's.
+
+    `cast` turns a block of them into what is written; every block but the last has `BLOCK` bytes.
+    """
+
+    path: Path | None
+    begin: int
+    end: int
+    data: bytes = b""
+    replaced: bool = False
+    cast: Callable[[bytes], bytes] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read for it."""
+        return len(self.data) if self.path is None else self.end - self.begin
+
+
+def links_possible(source: Path, directory: Path, mode: Mode) -> Link | None:
+    """How files beside `source` can be linked into `directory` under `mode`; None when they must be copied.
+
+    Raises:
+        InputError: `mode` demands a link that this place does not give.
+    """
+    wanted: tuple[Link, ...] = ("reflink", "hardlink") if mode == "auto" else () if mode == "copy" else (mode,)
+    trial = directory / ".link-trial"
+    for how in wanted:
+        try:
+            _link(source, trial, how)
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+            continue
+        finally:
+            trial.unlink(missing_ok=True)
+        return how
+    if mode in ("auto", "copy"):
+        return None
+    raise InputError(
+        f"{mode} is not possible from {source.parent} to {directory.parent}.",
+        mend="Put both on one file system that supports it, or use --mode copy.",
+    )
+
+
+def link(source: Path, target: Path, how: Link) -> FileEntry:
+    """Make `target` the file `source` (no symbolic link), and say so.
+
+    Raises:
+        IntegrityError: the source changed meanwhile.
+        OSError: the two places cannot be linked.
+    """
+    before = source.stat()
+    _link(source, target, how)
+    if how == "reflink":
+        os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
+        fsync(target)
+    made, after = target.stat(), source.stat()
+    same = os.path.samestat(made, after) if how == "hardlink" else made.st_size == after.st_size
+    if not same or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise IntegrityError(f"{source} changed while it was linked.")
+    return FileEntry(size=made.st_size, link=how, mtime_ns=made.st_mtime_ns)
+
+
+def assemble(pieces: Iterable[Piece], target: Path, on_bytes: Callable[[int], None]) -> FileEntry:
+    """Write `pieces` one after the other into the new file `target`, in flat memory, and prove it.
+
+    What came from the source is hashed as it is read; then the written file is read back, and what lies outside the
+    replaced ranges must have that hash.
+
+    Raises:
+        IntegrityError: what was written is not what was read, or a source ended early.
+    """
+    kept: list[tuple[int, int]] = []
+    read = hashlib.sha256()
+    position = 0
+    with target.open("xb", buffering=0) as file:
+        for piece in pieces:
+            begin = position
+            for block in _blocks(piece):
+                if not piece.replaced:
+                    read.update(block)
+                written = memoryview(block)
+                while written:
+                    count = file.write(written)
+                    position += count
+                    written = written[count:]
+                on_bytes(len(block))
+            if not piece.replaced:
+                kept.append((begin, position))
+        # Reading back overlaps with the disk's work.
+        with ThreadPoolExecutor(1) as pool:
+            durable = pool.submit(os.fsync, file.fileno())
+            sha256, outside = _read_back(target, kept, on_bytes)
+            durable.result()
+    if outside != read.hexdigest() or target.stat().st_size != position:
+        raise IntegrityError(f"{target} does not hold what was read for it.")
+    return FileEntry(size=position, sha256=sha256)
+
+
+def blocks_of(pieces: Iterable[Piece]) -> Iterator[bytes]:
+    """What `pieces` write, block by block."""
+    for piece in pieces:
+        yield from _blocks(piece)
+
+
+def whole(source: Path) -> list[Piece]:
+    """All of a file."""
+    return [Piece(source, 0, source.stat().st_size)]
+
+
+def fsync(path: Path) -> None:
+    """Make a file's bytes durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _link(source: Path, target: Path, how: Link) -> None:
+    if how == "hardlink":
+        os.link(source, target)
+        return
+    with source.open("rb") as old, target.open("xb") as new:
+        try:
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+        except OSError:
+            target.unlink()
+            raise
+
+
+def _blocks(piece: Piece) -> Iterator[bytes]:
+    """What a piece writes. Raises IntegrityError where its file ends early."""
+    if piece.path is None:
+        yield piece.data
+        return
+    with piece.path.open("rb") as file:
+        file.seek(piece.begin)
+        left = piece.end - piece.begin
+        while left:
+            block = file.read(min(left, BLOCK))
+            if len(block) < min(left, BLOCK):
+                raise IntegrityError(f"{piece.path} ends {left} bytes early.")
+            left -= len(block)
+            yield piece.cast(block) if piece.cast else block
+
+
+def _read_back(path: Path, kept: list[tuple[int, int]], on_bytes: Callable[[int], None]) -> tuple[str, str]:
+    """sha256 of a file, and of its ranges `kept` alone."""
+    every, outside = hashlib.sha256(), hashlib.sha256()
+    ranges = iter([*kept, (1 << 62, 1 << 62)])
+    begin, end = next(ranges)
+    position = 0
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+        while block := file.read(BLOCK):
+            hashed = pool.submit(every.update, block)
+            last = position + len(block)
+            while begin < last:
+                outside.update(memoryview(block)[max(begin, position) - position : min(end, last) - position])
+                if end > last:
+                    break
+                begin, end = next(ranges)
+            position = last
+            hashed.result()
+            on_bytes(len(block))
+    return every.hexdigest(), outside.hexdigest()
