@@ -17,9 +17,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.markdown import Markdown
 
-from fastmtp.config import JobSpec
 from fastmtp.errors import FastMTPError, GateRejected, InputError, IntegrityError
 from fastmtp.progress import Reporter
 from fastmtp.protocol import STAGES, Measurement, Report, Stage
@@ -111,7 +109,7 @@ def families(
     if as_json or markdown:
         _print({"families": rows()}, as_json, families_table())
     else:
-        Console().print(Markdown(families_table()))
+        _print_markdown(families_table(), stderr=False)
 
 
 @app.command(epilog="Example: fastmtp extract ./tiny --out ./head")
@@ -129,6 +127,7 @@ def extract(model: AnyModel, out: Out, as_json: AsJson = False) -> None:
 @app.command(epilog="Example: fastmtp prepare job.yaml --out ./data")
 def prepare(job: JobFile, out: Out, as_json: AsJson = False) -> None:
     """Let the verifier answer the job's prompts, and store its hidden states."""
+    from fastmtp.config import JobSpec
     from fastmtp.data.prepare import prepare as run_prepare
     from fastmtp.pipeline import resolve_model
 
@@ -149,6 +148,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune the head recursively; the result holds a head like the one that went in."""
+    from fastmtp.config import JobSpec
     from fastmtp.pipeline import resolve_model
     from fastmtp.train import train as run_train
 
@@ -225,6 +225,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure acceptance per draft position with vLLM, before and after. Exit code 3 when the gate says no."""
+    from fastmtp.config import JobSpec
     from fastmtp.evaluate import evaluate as run_evaluate
     from fastmtp.pipeline import resolve_model
 
@@ -270,6 +271,7 @@ def run(
 ) -> None:
     """Run a whole job without any service: WORKDIR/report.json at the end. What is finished is not done again."""
     from fastmtp import pipeline
+    from fastmtp.config import JobSpec
     from fastmtp.preflight import Policy, check_job
 
     spec = JobSpec.from_yaml(job)
@@ -311,7 +313,13 @@ def _show(figures: dict[str, Measurement], as_json: bool) -> None:
     from fastmtp.table import acceptance_table
 
     if figures:
-        Console(stderr=as_json).print(Markdown(acceptance_table(figures)))
+        _print_markdown(acceptance_table(figures), stderr=as_json)
+
+
+def _print_markdown(text: str, *, stderr: bool) -> None:
+    from rich.markdown import Markdown
+
+    Console(stderr=stderr).print(Markdown(text))
 
 
 def _print(value: dict[str, Any], as_json: bool, text: str) -> None:

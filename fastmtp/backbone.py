@@ -47,11 +47,12 @@ def _layers(checkpoint: Checkpoint, base: str, head: HeadInfo, count: int) -> di
     own = {entry.key for entry in (*head.tensors.values(), *head.copies.values())}
     layers: dict[int, _Layer] = defaultdict(dict)
     prefix = f"{base}layers."
+    begin, numbers = len(prefix), {str(index): index for index in range(count)}
     for key, entry in checkpoint.tensors.items():
         if key.startswith(prefix) and key not in own:
-            index, _, name = key.removeprefix(prefix).partition(".")
-            if index.isdecimal() and int(index) < count:
-                layers[int(index)][name] = entry
+            number, _, name = key[begin:].partition(".")
+            if number in numbers:
+                layers[numbers[number]][name] = entry
     return layers
 
 

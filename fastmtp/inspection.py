@@ -131,7 +131,7 @@ def describe(checkpoint: Checkpoint, head: HeadInfo | None, faults: list[Fault],
 def _dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for entry in entries:
-        counts[entry.dtype] += entry.nbytes
+        counts[entry.dtype] += entry.end - entry.begin
     return dict(counts.most_common())
 
 
