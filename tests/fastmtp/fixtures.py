@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from fastmtp.families.base import Layout
 from fastmtp.head import MTPHead, head_from_config
@@ -25,6 +25,10 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16, "patch_size": 4,
+    "spatial_merge_size": 1, "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
 }  # fmt: skip
 MODEL_TYPES = {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text", "qwen3.5-moe": "qwen3_5_moe_text"}
 
@@ -58,13 +62,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def write_checkpoint(directory: Path, family: str = "qwen3-next", layout: Layout = "split", seed: int = 0) -> Path:
-    """A whole small checkpoint: model, head, tokenizer, several shards."""
+def write_checkpoint(
+    directory: Path, family: str = "qwen3-next", layout: Layout = "split", seed: int = 0, *, wrapped: bool = False
+) -> Path:
+    """A whole small checkpoint: model, head, tokenizer, several shards; `wrapped`: as part of a multimodal model."""
     torch.manual_seed(seed)
     config = config_dict(family)
-    model_type = config.pop("model_type")
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config))
-    model.config.num_nextn_predict_layers = 1
+    model_type = config["model_type"] if wrapped else config.pop("model_type")
+    if wrapped:
+        kind = model_type.removesuffix("_text")
+        whole = AutoConfig.for_model(kind, text_config=config, vision_config=VISION, tie_word_embeddings=False)
+        model = AutoModelForImageTextToText.from_config(whole)
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config))
+        model.config.num_nextn_predict_layers = 1
     directory.mkdir(parents=True, exist_ok=True)
     save_checkpoint(directory, model, random_head(family, seed), tokenizer(), layout=layout, shard_bytes=12_000)
     return directory
