@@ -67,6 +67,17 @@ def small_config(family: str, *, wrapped: bool = False, tied: bool = False, **ch
     }  # fmt: skip
 
 
+def large_config(*, layers: int, num_experts: int, vocab_size: int) -> dict[str, Any]:
+    """config.json with the tensor sizes of Qwen3-Next-80B-A3B, which has 48 layers, 512 experts, 151936 tokens."""
+    kinds = ["full_attention" if number % 4 == 3 else "linear_attention" for number in range(layers)]
+    return small_config(
+        "qwen3-next", hidden_size=2048, num_hidden_layers=layers, layer_types=kinds, num_attention_heads=16,
+        num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
+        linear_key_head_dim=128, linear_value_head_dim=128, num_experts=num_experts, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512, vocab_size=vocab_size,
+    )  # fmt: skip
+
+
 def backbone_shapes(family: Family, config: Mapping[str, Any], layout: Layout) -> Shapes:
     """Key -> shape of everything but the head."""
     text = text_config(config)
