@@ -59,7 +59,8 @@ def to_spec(request: schemas.JobCreate, *, at: str = "") -> tuple[JobSpec, dict[
 def input_problem(error: InputError, request: schemas.JobCreate, *, at: str = "") -> Problem:
     """What the preflight found, pointing at the request's field."""
     pointer = at + request_pointer(error.pointer, request) if error.pointer else None
-    return Problem(422, error.code, str(error), param=pointer)
+    errors = [{"detail": detail, "pointer": pointer} for detail in error.details()] if pointer else []
+    return Problem(422, error.code, str(error), param=pointer, errors=errors)
 
 
 def request_pointer(pointer: str, request: schemas.JobCreate) -> str:

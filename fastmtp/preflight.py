@@ -15,9 +15,9 @@ from fastmtp import storage
 from fastmtp.checkpoint import require
 from fastmtp.config import JobSpec
 from fastmtp.data.prompts import read_prompts
-from fastmtp.errors import CheckpointError, ConfigError, InputError
+from fastmtp.errors import CheckpointError, ConfigError, InputError, UnreachableError
 from fastmtp.families import families
-from fastmtp.files import is_local, local_path
+from fastmtp.files import is_hub, is_local, local_path
 from fastmtp.inspection import describe, look
 from fastmtp.norms import check_norms
 
@@ -54,7 +54,10 @@ class Policy:
 
 
 def check_job(spec: JobSpec, policy: Policy) -> dict[str, Any]:
-    """Check everything a job names. Returns a summary of what it found; raises InputError for the first thing wrong."""
+    """Check everything a job names. Returns a summary of what it found; raises InputError for the first thing wrong.
+
+    Of a model on a hub that does not answer, the summary has only `warnings`: the job finds out where it runs.
+    """
     policy.require_source(spec.model, "/model")
     policy.require_source(spec.data.prompts, "/data/prompts")
     policy.require_source(spec.evaluate.prompts, "/evaluate/prompts")
@@ -62,7 +65,13 @@ def check_job(spec: JobSpec, policy: Policy) -> dict[str, Any]:
         policy.require_destination(spec.publish.uri, "/publish/uri")
     summary: dict[str, Any] = {"model": spec.model}
     with _pointing_at("/model"):
-        summary |= check_model(spec.model, policy)
+        try:
+            summary |= check_model(spec.model, policy)
+        except UnreachableError as error:
+            # The worker may see a hub, or have a cache, that this host does not.
+            if not is_hub(spec.model):
+                raise
+            summary["warnings"] = [f"The model was not looked at. {error.what}"]
     for pointer, source in (("/data/prompts", spec.data.prompts), ("/evaluate/prompts", spec.evaluate.prompts)):
         if not source.startswith("hf:"):
             with _pointing_at(pointer):
@@ -76,6 +85,11 @@ def check_job(spec: JobSpec, policy: Policy) -> dict[str, Any]:
 
 def check_model(model: str, policy: Policy) -> dict[str, Any]:
     """Judge a model from its headers, and its norms. Raises CheckpointError unless a job can use it as it is."""
+    if model.startswith("s3://"):
+        raise CheckpointError(
+            f"{model}: a job reads its model from a directory or the hub.",
+            mend=f"Copy it to the worker first: aws s3 sync {model} DIRECTORY. `fastmtp inspect` reads it where it is.",
+        )
     checkpoint, head, faults = look(model)
     require(faults, serving=True)
     assert head is not None
@@ -106,7 +120,7 @@ def _require_links_inside(root: Path, policy: Policy) -> None:
         return
     blobs = root.resolve().parent.parent / "blobs"
     for path in sorted(root.rglob("*")):
-        if path.is_symlink() and not path.resolve().is_relative_to(blobs):
+        if path.is_symlink() and not _resolved(path).is_relative_to(blobs):
             policy.require_source(str(path), "/model")
 
 
@@ -127,10 +141,15 @@ def _require(value: str, allowed: tuple[str, ...] | None, pointer: str, setting:
 def _normal(value: str) -> str:
     """A path without symbolic links and `..`; a URI without `..` segments, which no store resolves for us."""
     if is_local(value) and not value.startswith("hf:"):
-        return str(local_path(value).resolve())
+        return str(_resolved(local_path(value)))
     if ".." in value.split("/"):
         raise ConfigError(f"{value} must not contain '..'.")
     return value
+
+
+def _resolved(path: Path) -> Path:
+    """Without symbolic links, as far as they lead; Path.resolve raises for a link to itself."""
+    return Path(os.path.realpath(path))
 
 
 class _pointing_at:  # noqa: N801 - reads as a statement

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -104,6 +104,22 @@ async def test_what_the_preflight_finds_is_a_problem_and_nothing_is_stored(api: 
     assert await _counts(api) == [0, 0, 0, 0]
     api.preflight_error = None
     await api.post_job(body(), **{"Idempotency-Key": "one"})
+
+
+class _Wrong(NamedTuple):
+    what: str
+    mend: str
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_every_fault_of_a_checkpoint_is_listed(api: Api):
+    faults = (_Wrong("m lacks a.safetensors.", "Download it again."), _Wrong("m lacks b.safetensors.", ""))
+    api.preflight_error = CheckpointError("m lacks a.safetensors.", pointer="/model", faults=faults)
+    problem = (await api.client.post(JOBS, json=body())).json()
+    assert problem["errors"] == [
+        {"detail": "m lacks a.safetensors. Download it again.", "pointer": "/model"},
+        {"detail": "m lacks b.safetensors.", "pointer": "/model"},
+    ]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
