@@ -21,7 +21,7 @@ def check_backbone(checkpoint: Checkpoint, head: HeadInfo) -> list[Fault]:
     """Layers that are missing, incomplete beside their siblings, or of other shapes; a missing final norm."""
     where, config = checkpoint.files.name, text_config(checkpoint.config)
     base = head.embedding.key.removesuffix("embed_tokens.weight")
-    count = int(config.get("num_hidden_layers") or 0)
+    count = int(config["num_hidden_layers"])
     layers = _layers(checkpoint, base, head, count)
     faults: list[Fault] = []
     missing = [index for index in range(count) if index not in layers]
@@ -58,19 +58,19 @@ def _layers(checkpoint: Checkpoint, base: str, head: HeadInfo, count: int) -> di
 
 def _unlike(where: str, prefix: str, group: Mapping[int, _Layer]) -> Iterator[Fault]:
     """The first layer that has less than a sibling, and the first tensor of another shape than its siblings'."""
-    richest = max(group, key=lambda index: len(group[index]))
-    full = group[richest]
+    shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
     for index, layer in sorted(group.items()):
-        lost = sorted(full.keys() - layer.keys())
         # A layer of another make (dense among experts) has names of its own; one that lost something has not.
-        if lost and layer.keys() <= full.keys():
+        fuller = next((one for one in group if len(group[one]) > len(layer) and layer.keys() < group[one].keys()), None)
+        if fuller is not None:
+            lost = sorted(group[fuller].keys() - layer.keys())
             what = f"{where}: {prefix}{index} lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else "")
-            what += f", which layer {richest} has."
+            what += f", which layer {fuller} has."
             yield Fault("error", "layer_incomplete", what, _MEND, key=f"{prefix}{index}.{lost[0]}")
             return
-        for name in layer.keys() & full.keys():
-            if layer[name].shape != full[name].shape:
-                what = f"{where}: {prefix}{index}.{name} is {list(layer[name].shape)}, layer {richest}'s is "
-                what += f"{list(full[name].shape)}."
-                yield Fault("error", "layer_shape", what, _MEND, layer[name].file, f"{prefix}{index}.{name}")
+        for name, entry in layer.items():
+            first, shape = shapes.setdefault(name, (index, entry.shape))
+            if entry.shape != shape:
+                what = f"{where}: {prefix}{index}.{name} is {list(entry.shape)}, layer {first}'s is {list(shape)}."
+                yield Fault("error", "layer_shape", what, _MEND, entry.file, f"{prefix}{index}.{name}")
                 return

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
-from fastmtp.errors import CheckpointError
-from fastmtp.files import BLOCK, FileInfo, Files, in_parallel, open_files
+from fastmtp.errors import CheckpointError, UnreachableError, UnreadableError
+from fastmtp.files import BLOCK, FileInfo, Files, in_parallel, open_files, printable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -53,6 +53,9 @@ class Fault:
     mend: str = ""
     file: str = ""
     key: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "what", printable(self.what))
 
 
 class TensorEntry(NamedTuple):
@@ -113,13 +116,9 @@ class Checkpoint:
         return {key: self.tensors[key] for key in sorted(key for key in self.tensors if key.startswith(prefix))}
 
     def blocks(self, entry: TensorEntry) -> Iterator[bytes]:
-        """A tensor's bytes as stored, at most `BLOCK` at a time. Raises CheckpointError where the file ends inside."""
+        """A tensor's bytes as stored, at most `BLOCK` at a time. Raises CheckpointError where they cannot be read."""
         for begin in range(entry.begin, entry.end, BLOCK):
-            end = min(begin + BLOCK, entry.end)
-            data = self.files.read(entry.file, begin, end)
-            if len(data) != end - begin:
-                raise CheckpointError(f"{self.files.name}/{entry.file} ends inside {entry.key}.", mend=_AGAIN)
-            yield data
+            yield self.files.read(entry.file, begin, min(begin + BLOCK, entry.end))
 
     def read(self, entry: TensorEntry) -> bytes:
         """A tensor's bytes as stored, whole."""
@@ -145,7 +144,7 @@ def scan(files: Files) -> Checkpoint:
     """Read config, index and every file's header. What is wrong with them is in the result's `faults`.
 
     Raises:
-        CheckpointError: the place itself cannot be listed.
+        CheckpointError: the place itself cannot be listed, or does not answer any more.
     """
     with _no_collection():
         return _scan(files)
@@ -160,20 +159,24 @@ def _scan(files: Files) -> Checkpoint:
     index = _json_of(files, INDEX, listed, faults) if INDEX in listed else None
     names = _shard_names(files, index, listed, faults)
     tensors: dict[str, TensorEntry] = {}
+    twice: dict[tuple[str, str], list[str]] = {}
     for found in in_parallel(files, lambda name: _header_or_fault(files, name, listed[name].size), names):
         if isinstance(found, Fault):
             faults.append(found)
             continue
         for entry in found:
             if entry.key in tensors:
-                what = f"{files.name}: {entry.key} is in {tensors[entry.key].file} and again in {entry.file}."
-                faults.append(Fault("error", "key_twice", what, "Delete the stale file.", entry.file, entry.key))
-            tensors[entry.key] = entry
+                twice.setdefault((tensors[entry.key].file, entry.file), []).append(entry.key)
+            else:
+                tensors[entry.key] = entry
+    for (first, second), keys in twice.items():
+        what = f"{files.name}: found in {first} and again in {second}: {_first_of(keys)}."
+        faults.append(Fault("error", "key_twice", what, "Delete the stale file.", second, keys[0]))
     for name, info in listed.items():
         if info.size is None and name not in names:
-            what = f"{files.name}/{name} is a link that leads nowhere."
-            faults.append(Fault("error", "file_unreadable", what, _AGAIN, name))
-    unread = {fault.file for fault in faults}
+            faults.append(_no_file(files, name))
+    # Of these, nothing more is said; and where a file is a stale copy, every key's place would only repeat that.
+    unread = {fault.file for fault in faults} | {name for pair in twice for name in pair}
     if index is not None:
         faults += _compare_with_index(files.name, index, tensors, unread)
     shards = {name: listed[name].size or 0 for name in names}
@@ -219,6 +222,9 @@ def parse_header(files: Files, name: str, size: int) -> tuple[list[TensorEntry],
         items = [(key, value) for key, value in header.items() if key != "__metadata__"]
     except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a broken header.", mend=_AGAIN) from error
+    odd = next((key for key, _ in items if not key.isprintable()), None)
+    if odd is not None:
+        raise CheckpointError(f"{path} has a broken header: a tensor is named {odd!r:.100}.", mend=_AGAIN)
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
     entries = [_entry(path, name, key, value, 8 + length, sizes) for key, value in items]
     return sorted(entries, key=lambda entry: entry[4:]), 8 + length
@@ -274,15 +280,23 @@ def _no_collection() -> Iterator[None]:
 
 def _header_or_fault(files: Files, name: str, size: int | None) -> list[TensorEntry] | Fault:
     if size is None:
-        what = f"{files.name}/{name} is a link that leads nowhere."
-        return Fault("error", "file_unreadable", what, _AGAIN, name)
+        return _no_file(files, name)
     try:
         return read_header(files, name, size)
+    except UnreachableError:
+        raise
     except CheckpointError as error:
-        return Fault("error", "file_broken", error.what, error.mend, name)
-    except OSError as error:
-        what = f"{files.name}/{name} cannot be read: {error.strerror}."
-        return Fault("error", "file_unreadable", what, "Make it readable.", name)
+        code = "file_unreadable" if isinstance(error, UnreadableError) else "file_broken"
+        return Fault("error", code, error.what, error.mend, name)
+
+
+def _no_file(files: Files, name: str) -> Fault:
+    what = f"{files.name}/{name} is a link that leads nowhere, or no regular file."
+    return Fault("error", "file_unreadable", what, _AGAIN, name)
+
+
+def _first_of(keys: list[str]) -> str:
+    return keys[0] + (f" and {len(keys) - 1} more" if keys[1:] else "")
 
 
 def _shard_names(
@@ -335,25 +349,39 @@ def _compare_with_index(
     weight_map = weight_map_of(index)
     if weight_map == {key: entry.file for key, entry in tensors.items()}:
         return
+    lost: dict[str, list[str]] = {}
+    misplaced: dict[tuple[str, str], list[str]] = {}
     for key, name in weight_map.items():
-        if name in unread or not isinstance(name, str):
+        if not isinstance(name, str) or name in unread:
             continue
         if key not in tensors:
-            what = f"{where}/{INDEX} says that {key} is in {name}, but it is in no file."
-            yield Fault("error", "key_lost", what, "Download the shard again.", name, key)
+            lost.setdefault(name, []).append(key)
         elif tensors[key].file != name:
-            what = f"{where}/{INDEX} says that {key} is in {name}, but it is in {tensors[key].file}."
-            yield Fault("error", "key_misplaced", what, "Rebuild the index.", name, key)
+            misplaced.setdefault((name, tensors[key].file), []).append(key)
+    for name, keys in lost.items():
+        what = f"{where}/{INDEX} lists {_first_of(keys)} in {name}; not found in any file."
+        yield Fault("error", "key_lost", what, "Download the shard again.", name, keys[0])
+    for (name, found_in), keys in misplaced.items():
+        what = f"{where}/{INDEX} lists {_first_of(keys)} in {name}; found in {found_in}."
+        yield Fault("error", "key_misplaced", what, "Rebuild the index.", name, keys[0])
 
 
 def _json_of(files: Files, name: str, listed: dict[str, FileInfo], faults: list[Fault]) -> dict[str, Any] | None:
     if name not in listed:
         return None
+    size = listed[name].size
+    if size is None:
+        return None  # said of every such file
     try:
-        value = json.loads(files.read(name, 0, listed[name].size or 0))
+        value = json.loads(files.read(name, 0, size))
         if isinstance(value, dict):
             return value
-    except (OSError, ValueError, RecursionError):
+    except UnreachableError:
+        raise
+    except UnreadableError as error:
+        faults.append(Fault("error", "file_unreadable", error.what, error.mend, name))
+        return None
+    except (ValueError, RecursionError):
         pass
     faults.append(Fault("error", "json_broken", f"{files.name}/{name} does not read as a JSON object.", _AGAIN, name))
     return None

@@ -4,6 +4,8 @@
     +-- InputError (ValueError)     2   the input is wrong: what, where and how to mend it
     |   +-- ConfigError                 a job file or request
     |   +-- CheckpointError             a model directory
+    |   |   +-- UnreadableError             a file of it that cannot be read
+    |   |   +-- UnreachableError            a store or hub that does not answer
     |   +-- DataError                   a prompt file
     |   +-- DestinationError            a place to publish to
     +-- GateRejected                3   the result measures no better, so nothing was published
@@ -15,6 +17,17 @@ This module imports nothing: the API, the flows and the library all use it.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
+
+
+class Wrong(Protocol):
+    """What an error may carry several of: something wrong, and how to mend it."""
+
+    @property
+    def what(self) -> str: ...
+    @property
+    def mend(self) -> str: ...
 
 
 class FastMTPError(Exception):
@@ -42,6 +55,10 @@ class InputError(FastMTPError, ValueError):
         self.mend = mend
         self.pointer = pointer
 
+    def details(self) -> list[str]:
+        """Everything that is wrong, one sentence or two each; the first is the error's own message."""
+        return [str(self)]
+
 
 class ConfigError(InputError):
     """A job file or request that does not fit the schema or the operator's policy."""
@@ -54,9 +71,23 @@ class CheckpointError(InputError):
 
     code = "invalid_checkpoint"
 
-    def __init__(self, what: str, *, mend: str = "", pointer: str = "", faults: tuple[object, ...] = ()) -> None:
+    def __init__(self, what: str, *, mend: str = "", pointer: str = "", faults: tuple[Wrong, ...] = ()) -> None:
         super().__init__(what, mend=mend, pointer=pointer)
         self.faults = faults
+
+    def details(self) -> list[str]:
+        """The message, or what and mend of every fault."""
+        return [f"{fault.what} {fault.mend}".strip() for fault in self.faults] or [str(self)]
+
+
+class UnreadableError(CheckpointError):
+    """A file of a checkpoint that cannot be read, or not whole."""
+
+
+class UnreachableError(CheckpointError):
+    """A store or hub that does not answer. What is there may well be usable: somebody else may see it."""
+
+    code = "unreachable"
 
 
 class DataError(InputError):

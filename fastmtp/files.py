@@ -1,22 +1,25 @@
 """The files of a checkpoint wherever they lie: a directory, an s3:// prefix, or a repository of the Hugging Face hub.
 
-Lists them and reads ranges of them; downloads nothing whole, writes nothing. Loads no torch; boto3 and huggingface_hub
-are imported only where one is asked for.
+Lists them and reads ranges of them; downloads nothing whole, writes nothing. A hub that is not in reach is replaced by
+its cache on this machine, where that has the model. Loads no torch; boto3 and huggingface_hub are imported only where
+one is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from fastmtp.errors import CheckpointError
+from fastmtp.errors import CheckpointError, UnreachableError, UnreadableError
 
 # Safetensors headers of large models take up to a few hundred KB: one request then mostly suffices.
-_REMOTE_PROBE = 256 << 10
+REMOTE_PROBE = 256 << 10
 _REMOTE_THREADS = 16
 # Bytes read at a time, so that memory stays flat whatever a tensor's size.
 BLOCK = 16 << 20
@@ -30,7 +33,7 @@ class FileInfo:
     """One file.
 
     Attributes:
-        size: bytes; None for a link that leads nowhere.
+        size: bytes; None for a link that leads nowhere, and for what is no regular file.
         stamp: changes when the file does: modification time, ETag or the hub's blob id.
     """
 
@@ -39,7 +42,12 @@ class FileInfo:
 
 
 class Files(Protocol):
-    """The files below one place. Names are relative, with forward slashes; hidden files are not listed."""
+    """The files below one place. Names are relative, with forward slashes; hidden files are not listed.
+
+    `probe` is how much to read of a file at first, when its header's length is not known yet. `read` gives bytes
+    `begin` to `end` of a file, all of them, or raises CheckpointError: UnreadableError, or UnreachableError where
+    nothing answers.
+    """
 
     name: str
     root: Path | None
@@ -50,15 +58,19 @@ class Files(Protocol):
 
 
 class LocalFiles:
-    """A directory. `probe` is how much to read of a file at first, when its header's length is not known yet."""
+    """A directory."""
 
     probe = 8
 
     def __init__(self, root: Path) -> None:
-        if not root.is_dir():
-            what = f"{root} is no directory" if root.exists() else f"{root} does not exist"
+        try:
+            found = "is no directory" if not root.is_dir() and root.exists() else "does not exist"
+            there = root.is_dir()
+        except OSError as error:
+            found, there = f"cannot be looked at: {error.strerror}", False
+        if not there:
             raise CheckpointError(
-                f"{what}.", mend="Name a checkpoint directory with config.json, an s3:// prefix or a hub id.",
+                f"{root} {found}.", mend="Name a checkpoint directory with config.json, an s3:// prefix or a hub id.",
                 pointer="/model",
             )  # fmt: skip
         self.root: Path | None = root
@@ -68,7 +80,7 @@ class LocalFiles:
     def list(self) -> dict[str, FileInfo]:
         """Files below the directory, symbolic links followed, by name in sorted order."""
         found: dict[str, FileInfo] = {}
-        for parent, folders, names in os.walk(self._root):
+        for parent, folders, names in os.walk(self._root, onerror=self._refuse):
             folders[:] = [folder for folder in folders if not folder.startswith(".")]
             for name in names:
                 path = Path(parent, name)
@@ -77,16 +89,25 @@ class LocalFiles:
         return dict(sorted(found.items()))
 
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """Bytes `begin` to `end` of a file; fewer where it ends before."""
-        with (self._root / name).open("rb") as file:
-            file.seek(begin)
-            return file.read(end - begin)
+        """From the file."""
+        try:
+            with (self._root / name).open("rb") as file:
+                file.seek(begin)
+                data = file.read(end - begin)
+        except OSError as error:
+            what = f"{self.name}/{name} cannot be read: {error.strerror}."
+            raise UnreadableError(what, mend="Make it readable.", pointer="/model") from error
+        return whole(f"{self.name}/{name}", data, begin, end)
+
+    def _refuse(self, error: OSError) -> None:
+        what = f"{error.filename} cannot be listed: {error.strerror}."
+        raise CheckpointError(what, mend="Make it readable.", pointer="/model") from error
 
 
 class S3Files:
     """Objects below an s3:// prefix; credentials and endpoint come from boto3's own chain."""
 
-    probe = _REMOTE_PROBE
+    probe = REMOTE_PROBE
     root: Path | None = None
 
     def __init__(self, uri: str) -> None:
@@ -94,121 +115,83 @@ class S3Files:
 
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         self._bucket, self._prefix = bucket, prefix.strip("/") + "/" if prefix.strip("/") else ""
-        self._client = s3_client()
-        self.name = f"s3://{bucket}/{self._prefix}"
+        self.name = f"s3://{bucket}/{self._prefix}".rstrip("/")
+        # An endpoint that is not there is found out in seconds.
+        with self._explained():
+            self._client = s3_client(attempts=3, connect_timeout=5)
 
     def list(self) -> dict[str, FileInfo]:
-        """Objects below the prefix. Raises CheckpointError when the bucket cannot be listed."""
-        pages = self._client.get_paginator("list_objects_v2")
-
-        def listed() -> dict[str, FileInfo]:
-            found: dict[str, FileInfo] = {}
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix):
+        """Objects below the prefix. Raises CheckpointError when the bucket cannot be listed, or holds none there."""
+        found: dict[str, FileInfo] = {}
+        with self._explained():
+            for page in self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._prefix
+            ):
                 for item in page.get("Contents", ()):
                     name = item["Key"].removeprefix(self._prefix)
-                    if name and not name.endswith("/") and not any(part.startswith(".") for part in name.split("/")):
+                    if name and not name.endswith("/") and not hidden(name):
                         found[name] = FileInfo(int(item["Size"]), item.get("ETag", "").strip('"'))
-            return found
-
-        found = self._explained(listed)
         if not found:
             raise CheckpointError(f"{self.name} holds nothing.", mend="Name the checkpoint's prefix.", pointer="/model")
-        return found
+        return dict(sorted(found.items()))
 
     def read(self, name: str, begin: int, end: int) -> bytes:
         """One ranged GET."""
         if begin == end:
             return b""
-
-        def get() -> bytes:
+        with self._explained():
             wanted = f"bytes={begin}-{end - 1}"
             answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, Range=wanted)
-            data: bytes = answer["Body"].read()
-            return data
+            data: bytes = answer["Body"].read(end - begin)
+        return whole(f"{self.name}/{name}", data, begin, end)
 
-        return self._explained(get)
-
-    def _explained(self, call: Callable[[], _T]) -> _T:
-        from botocore.exceptions import BotoCoreError, ClientError
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
         from fastmtp.storage import reason
 
         try:
-            return call()
-        except (BotoCoreError, ClientError) as error:
-            raise CheckpointError(
+            yield
+        except (ConnectionError, HTTPClientError) as error:
+            raise UnreachableError(
+                f"{self.name} does not answer: {reason(error)}.", mend="Check the network and AWS_ENDPOINT_URL_S3.",
+                pointer="/model",
+            ) from error  # fmt: skip
+        except (BotoCoreError, ClientError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise UnreadableError(
                 f"{self.name} cannot be read: {reason(error)}.",
-                mend="Check the prefix, the endpoint and the credentials.",
-                pointer="/model",
-            ) from error
-
-
-class HubFiles:
-    """A repository of the hub, `org/name` or `org/name@revision`, pinned to the commit that the name means now."""
-
-    probe = _REMOTE_PROBE
-    root: Path | None = None
-
-    def __init__(self, repository: str) -> None:
-        self.name = repository
-        self._id, _, revision = repository.removeprefix("hf://").partition("@")
-        self._revision = revision or "main"
-
-    def list(self) -> dict[str, FileInfo]:
-        """Files of the repository. Raises CheckpointError when there is no such repository, or no hub in reach."""
-        from huggingface_hub import HfApi
-
-        info = self._explained(lambda: HfApi().model_info(self._id, revision=self._revision, files_metadata=True))
-        self._revision = info.sha or self._revision
-        found = {
-            item.rfilename: FileInfo(item.size, (item.lfs.sha256 if item.lfs else item.blob_id) or "")
-            for item in info.siblings or ()
-            if not any(part.startswith(".") for part in item.rfilename.split("/"))
-        }
-        return dict(sorted(found.items()))
-
-    def read(self, name: str, begin: int, end: int) -> bytes:
-        """One ranged GET, retried as huggingface_hub does."""
-        if begin == end:
-            return b""
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils._headers import build_hf_headers
-        from huggingface_hub.utils._http import hf_raise_for_status, http_backoff
-
-        def get() -> bytes:
-            headers = {"range": f"bytes={begin}-{end - 1}", **build_hf_headers()}
-            answer = http_backoff("GET", hf_hub_url(self._id, name, revision=self._revision), headers=headers)
-            hf_raise_for_status(answer)
-            data: bytes = answer.content
-            return data if answer.status_code == 206 else data[begin:end]
-
-        return self._explained(get)
-
-    def _explained(self, call: Callable[[], _T]) -> _T:
-        import httpx
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-        try:
-            return call()
-        except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
-            raise CheckpointError(
-                f"{self.name} cannot be read from the hub: {' '.join(str(error).split())[:300]}",
-                mend="Check the id, the network and HF_TOKEN, or name a local directory.",
-                pointer="/model",
-            ) from error
+                mend="Check the prefix, the endpoint and the credentials.", pointer="/model",
+            ) from error  # fmt: skip
 
 
 def open_files(model: str | Path) -> Files:
-    """The files of a model named by path, file:// or s3:// URI, hub id or hf:// URI. Raises CheckpointError."""
+    """The files of a model named by path, file:// or s3:// URI, hub id or hf:// URI.
+
+    Raises:
+        CheckpointError: there is no such place; UnreachableError where it does not answer.
+    """
     if isinstance(model, Path) or is_local(model):
         return LocalFiles(model if isinstance(model, Path) else local_path(model))
     if model.startswith("s3://"):
         return S3Files(model)
-    if "://" in model and not model.startswith("hf://"):
+    if not is_hub(model):
         raise CheckpointError(
             f"{model} is neither a path, an s3:// prefix nor a hub id.", mend="Name one of these.", pointer="/model"
         )
-    return HubFiles(model)
+    from fastmtp.hub import HubFiles, cached_snapshot
+
+    files = HubFiles(model)
+    try:
+        files.list()
+    except UnreachableError:
+        cached = cached_snapshot(model)
+        if cached is None:
+            raise
+        return LocalFiles(cached)
+    return files
 
 
 def is_local(model: str) -> bool:
@@ -216,12 +199,23 @@ def is_local(model: str) -> bool:
     if "://" in model:
         return model.startswith("file://")
     looks_like_hub_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
-    return not looks_like_hub_id or Path(model).exists()
+    return not looks_like_hub_id or os.path.exists(model)  # noqa: PTH110 - Path.exists raises for a name too long
+
+
+def is_hub(model: str) -> bool:
+    """Whether a model is named by a hub id."""
+    return model.startswith("hf://") or ("://" not in model and not is_local(model))
 
 
 def local_path(value: str) -> Path:
-    """The path a local model or source names."""
-    return Path(value.removeprefix("file://")).expanduser()
+    """The path a local model or source names. Raises CheckpointError for what no path can be."""
+    if "\0" in value:
+        raise CheckpointError("A path has no null character.", mend="Name a directory.", pointer="/model")
+    path = Path(value.removeprefix("file://"))
+    # "~name" of somebody who is no user here is a name like any other.
+    with contextlib.suppress(RuntimeError):
+        return path.expanduser()
+    return path
 
 
 def in_parallel(files: Files, call: Callable[[_T], _R], items: list[_T]) -> list[_R]:
@@ -232,9 +226,27 @@ def in_parallel(files: Files, call: Callable[[_T], _R], items: list[_T]) -> list
         return list(pool.map(call, items))
 
 
+def printable(value: object) -> str:
+    """As text that any terminal and any JSON can hold: names in a broken file may be anything."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(value))
+
+
 def _stat(path: Path) -> FileInfo:
     try:
         found = path.stat()
     except OSError:
         return FileInfo(None, "")
-    return FileInfo(found.st_size, str(found.st_mtime_ns))
+    return FileInfo(found.st_size if stat.S_ISREG(found.st_mode) else None, str(found.st_mtime_ns))
+
+
+def hidden(name: str) -> bool:
+    """Whether a part of a relative name begins with a dot."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def whole(path: str, data: bytes, begin: int, end: int) -> bytes:
+    """`data`, if that is all of bytes `begin` to `end`. Raises UnreadableError."""
+    if len(data) != end - begin:
+        what = f"{path} gave {len(data)} of the {end - begin} bytes at {begin}."
+        raise UnreadableError(what, mend="It changed or broke off meanwhile: try again.", pointer="/model")
+    return data

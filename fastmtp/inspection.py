@@ -14,11 +14,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from fastmtp.backbone import check_backbone
-from fastmtp.checkpoint import Checkpoint, Fault, TensorEntry, scan
+from fastmtp.checkpoint import CONFIG, Checkpoint, Fault, TensorEntry, scan
 from fastmtp.errors import CheckpointError
 from fastmtp.families import family_of
 from fastmtp.families.base import text_config
-from fastmtp.files import open_files
+from fastmtp.files import open_files, printable
 from fastmtp.native import HeadInfo, examine, quantisation_of
 
 _STATE_BYTES = 2  # hidden states are stored in bf16
@@ -83,7 +83,7 @@ def look(model: str | Path) -> tuple[Checkpoint, HeadInfo | None, list[Fault]]:
     checkpoint = scan(open_files(model))
     faults = list(checkpoint.faults)
     head = None
-    if checkpoint.config:
+    if not any(fault.file == CONFIG for fault in faults):
         head, found = examine(checkpoint)
         # With files missing or broken, what the head lacks is a consequence and would only hide the cause.
         broken = any(fault.level == "error" for fault in faults)
@@ -110,7 +110,7 @@ def describe(checkpoint: Checkpoint, head: HeadInfo | None, faults: list[Fault],
     quantisation = quantisation_of(checkpoint.config)
     sizes = {name: config.get(name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
     return Inspection(
-        model=checkpoint.files.name,
+        model=printable(checkpoint.files.name),
         usable=head is not None and head.family.trainable and all(fault.level == "warning" for fault in faults),
         family=family.name if family else None,
         trainable=bool(family and family.trainable),
@@ -118,12 +118,12 @@ def describe(checkpoint: Checkpoint, head: HeadInfo | None, faults: list[Fault],
         files=len(checkpoint.shards),
         bytes=sum(checkpoint.shards.values()),
         dtypes=_dtypes(checkpoint.tensors.values()),
-        quantisation=str(quantisation.get("quant_method", "unnamed")) if quantisation is not None else None,
+        quantisation=printable(quantisation.get("quant_method", "unnamed")) if quantisation is not None else None,
         tied=bool(config.get("tie_word_embeddings", checkpoint.config.get("tie_word_embeddings"))),
-        sizes={name: value for name, value in sizes.items() if isinstance(value, int)},
+        sizes={name: value for name, value in sizes.items() if type(value) is int},
         head=_head(head, checkpoint) if head else None,
         job=_costs(head, checkpoint) if head else None,
-        faults=[FaultReport(**fault.__dict__) for fault in faults],
+        faults=[FaultReport(**{name: printable(value) for name, value in fault.__dict__.items()}) for fault in faults],
         seconds=round(seconds, 3),
     )
 
@@ -145,7 +145,7 @@ def _head(head: HeadInfo, checkpoint: Checkpoint) -> HeadReport:
         tensors=len(head.tensors),
         bytes=head.nbytes,
         dtypes=_dtypes(head.tensors.values()),
-        files=dict(sorted(files.items())),
+        files={printable(name): count for name, count in sorted(files.items())},
         copies=sorted(head.copies),
     )
 

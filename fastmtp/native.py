@@ -7,21 +7,29 @@ tensor.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastmtp.checkpoint import Checkpoint, Fault, TensorEntry, require
+from fastmtp.checkpoint import CONFIG, Checkpoint, Fault, TensorEntry, require
 from fastmtp.errors import CheckpointError
 from fastmtp.families import family_of
 from fastmtp.families.base import Config, Family, Layout, Shapes, text_config
 
 FLOATS = ("BF16", "F16", "F32")
+_CONFIG_MEND = "Take the original config.json."
 _ORIGINAL = "Take the original checkpoint: tools that quantise or re-save often drop, rename or change the head."
 # What quantisers put beside, or in the place of, a weight.
 _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_(packed|scale|scale_inv|zero_point|shape)|input_scale)")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# Fields of config.json that say how large a model is; what every model has; how many of anything no model has.
+_SIZE = re.compile(
+    r"(hidden|vocab|intermediate|moe_intermediate|shared_expert_intermediate)_size|num_(hidden_layers|experts)"
+    r"|num_(attention|key_value)_heads|n_(routed|shared)_experts|\w*head_dim|(q|kv)_lora_rank"
+)
+_NEEDED = ("hidden_size", "vocab_size", "num_hidden_layers")
+_TOO_MANY = 1 << 16
+_TOO_WIDE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,10 @@ def examine(checkpoint: Checkpoint) -> tuple[HeadInfo | None, list[Fault]]:
     try:
         family = family_of(checkpoint.config)
     except CheckpointError as error:
-        return None, [Fault("error", "family_unknown", f"{where}: {error.what}", error.mend)]
+        return None, [Fault("error", "family_unknown", f"{where}: {error.what}", error.mend, CONFIG)]
+    wrong = _config_fault(where, family, config)
+    if wrong:
+        return None, [wrong]
     try:
         prefix = family.head_prefix(config)
         wrapper, found = _head_tensors(checkpoint, prefix)
@@ -75,9 +86,11 @@ def examine(checkpoint: Checkpoint) -> tuple[HeadInfo | None, list[Fault]]:
         layout = _layout(found)
         shapes = family.shapes(config, layout)
     except KeyError as error:
-        what = f"{where}/config.json lacks {error.args[0]}, which {family.title} needs."
-        return None, [Fault("error", "config_incomplete", what, "Take the original config.json.")]
-    faults = list(_count(checkpoint, family, config, found))
+        return None, [_lacking(where, family, str(error.args[0]))]
+    except (TypeError, ValueError, ArithmeticError):
+        what = f"{where}/{CONFIG} does not describe a {family.title} model: a field is null or zero, or no number."
+        return None, [Fault("error", "config_wrong", what, _CONFIG_MEND, CONFIG)]
+    faults = list(_count(checkpoint, family, config, found, wrapper))
     if found:
         faults += _compare(where, found, copies, shapes, family.copy_shapes(config))
         faults += _serving(checkpoint, prefix, wrapper, found)
@@ -85,6 +98,26 @@ def examine(checkpoint: Checkpoint) -> tuple[HeadInfo | None, list[Fault]]:
     if any(fault.level == "error" for fault in faults) or embedding is None or output is None:
         return None, faults
     return HeadInfo(family, layout, found, copies, wrapper, embedding, output), faults
+
+
+def _lacking(where: str, family: Family, name: str) -> Fault:
+    what = f"{where}/{CONFIG} lacks {name}, which {family.title} needs."
+    return Fault("error", "config_incomplete", what, _CONFIG_MEND, CONFIG, name)
+
+
+def _config_fault(where: str, family: Family, config: Config) -> Fault | None:
+    """The first size that is missing, or is no number that a model can have."""
+    for name in _NEEDED:
+        if config.get(name) is None:
+            return _lacking(where, family, name)
+    for name, value in config.items():
+        if value is None or not (_SIZE.fullmatch(name) or name == family.layers_field):
+            continue
+        largest = _TOO_WIDE if name.endswith(("size", "dim", "rank")) else _TOO_MANY
+        if type(value) is not int or not (name in _NEEDED) <= value <= largest:
+            what = f"{where}/{CONFIG}: {name} is {value!r:.50}, which no model has."
+            return Fault("error", "config_wrong", what, _CONFIG_MEND, CONFIG, name)
+    return None
 
 
 def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -108,7 +141,9 @@ def _head_tensors(checkpoint: Checkpoint, prefix: str) -> tuple[str, dict[str, T
     return wrapper, {key.removeprefix(wrapper): entry for key, entry in checkpoint.below(wrapper + prefix).items()}
 
 
-def _count(checkpoint: Checkpoint, family: Family, config: Config, found: Mapping[str, TensorEntry]) -> Iterator[Fault]:
+def _count(
+    checkpoint: Checkpoint, family: Family, config: Config, found: Mapping[str, TensorEntry], wrapper: str
+) -> Iterator[Fault]:
     """Exactly one layer, declared and there."""
     where, field = checkpoint.files.name, family.layers_field
     declared = family.layers_declared(config)
@@ -124,7 +159,7 @@ def _count(checkpoint: Checkpoint, family: Family, config: Config, found: Mappin
             f"says {field}: 0" if declared == 0 else f"has no {field}"
         )
         yield Fault("error", "head_undeclared", what + ": vLLM would not use it.", f"Set {field}: 1 in config.json.")
-    several = _several(checkpoint, family, config)
+    several = _several(checkpoint, family, config, wrapper)
     if layers > 1 or several:
         what = f"{where}: {several or f'config.json says {field}: {layers}'}; exactly one MTP layer is supported."
         yield Fault("error", "head_several", what, "Take a model whose head has one layer.")
@@ -134,7 +169,7 @@ def _count(checkpoint: Checkpoint, family: Family, config: Config, found: Mappin
         )
 
 
-def _several(checkpoint: Checkpoint, family: Family, config: Config) -> str:
+def _several(checkpoint: Checkpoint, family: Family, config: Config, wrapper: str) -> str:
     """A key of a second MTP layer, said in words; empty when there is none."""
     prefix = family.head_prefix(config)
     if family.layer:
@@ -143,7 +178,7 @@ def _several(checkpoint: Checkpoint, family: Family, config: Config) -> str:
         second = family.prefix.format(num_hidden_layers=config["num_hidden_layers"] + 1)
     else:
         second = prefix.replace(".0.", ".1.")
-    key = next((key for key in checkpoint.tensors if key.startswith(second)), None)
+    key = next((key for key in checkpoint.tensors if key.startswith(wrapper + second)), None)
     return f"there is a second layer, {key}" if key else ""
 
 
@@ -178,7 +213,8 @@ def _compare(
         if expected is not None and entry.shape != expected:
             what = f"{where}: {key} is {list(entry.shape)}, config.json means {list(expected)}."
             yield Fault("error", "head_shape", what, "Take config.json and shards of one checkpoint.", entry.file, key)
-    dtypes = Counter(entry.dtype for entry in found.values())
+    # A bias that corrects a router is kept in F32 by its family.
+    dtypes = {entry.dtype for key, entry in found.items() if not key.endswith("bias")}
     if len(dtypes) > 1:
         what = f"{where}: the head mixes {', '.join(sorted(dtypes))}; each tensor keeps its own."
         yield Fault("warning", "head_mixed", what)
@@ -210,12 +246,12 @@ def _serving(checkpoint: Checkpoint, prefix: str, wrapper: str, found: Mapping[s
         what = f"{where}: the index omits {len(lost)} tensors of the head; they are in {lost[0].file}, which it lists."
         yield Fault("warning", "head_unlisted", what, "", lost[0].file, lost[0].key)
     quantisation = quantisation_of(checkpoint.config)
-    if quantisation is not None and "mtp" not in repr(quantisation):
+    exceptions = repr(quantisation).replace("\\", "")
+    if quantisation is not None and "mtp" not in exceptions and prefix.strip(".") not in exceptions:
         method = quantisation.get("quant_method", "an unnamed method")
-        what = f"{where}: quantised by {method}; the head is not, and no exception in quantization_config names mtp."
-        yield Fault(
-            "warning", "head_not_exempt", what, "If vLLM drafts nothing, add mtp to the modules left as they are."
-        )
+        what = f"{where}: quantised by {method}; the head is not, and no exception in quantization_config names it."
+        mend = f"If vLLM drafts nothing, add {prefix.strip('.')} to the modules left as they are."
+        yield Fault("warning", "head_not_exempt", what, mend, CONFIG)
 
 
 def _shared(

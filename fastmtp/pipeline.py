@@ -15,7 +15,8 @@ from typing import Any
 
 from fastmtp.config import JobSpec
 from fastmtp.errors import ConfigError, FastMTPError, GateRejected, InputError
-from fastmtp.files import is_local, local_path
+from fastmtp.files import is_hub, is_local, local_path
+from fastmtp.hub import hub_snapshot
 from fastmtp.preflight import Policy, check_job
 from fastmtp.progress import Reporter
 from fastmtp.protocol import STAGES, Artifact, Measurement, Report, Stage
@@ -157,13 +158,11 @@ def resolve_model(model: str) -> Path:
     """A local directory with the model: as named, or downloaded from the hub (its cache is used)."""
     if is_local(model):
         return local_path(model).resolve()
-    if model.startswith("s3://"):
+    if not is_hub(model):
         raise InputError(
             f"{model}: models are read from a directory or the hub.", mend="Download it first.", pointer="/model"
         )
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.pkl", "*.py"]))
+    return hub_snapshot(model)
 
 
 def _preflight(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
@@ -171,10 +170,12 @@ def _preflight(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str,
     from fastmtp.serving import vllm_python
 
     summary["vllm_python"] = str(vllm_python())
-    _require_room(workdir, spec, summary)
-    for warning in summary["warnings"]:
+    for warning in summary.get("warnings", ()):
         reporter.say(f"warning: {warning}")
-    reporter.say(f"{summary['family']}, head of {summary['head_tensors']} tensors: everything is in place")
+    # A hub that did not answer just now may do so when the model is needed.
+    if "family" in summary:
+        _require_room(workdir, spec, summary)
+        reporter.say(f"{summary['family']}, head of {summary['head_tensors']} tensors: everything is in place")
     return {"stage": "preflight", "summary": summary}
 
 

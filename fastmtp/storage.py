@@ -130,15 +130,15 @@ class S3Store:
         return f"s3://{self._bucket}/{self._key(key)}"
 
 
-def s3_client() -> Any:  # noqa: ANN401 - boto3 is untyped
+def s3_client(*, attempts: int = 5, connect_timeout: float = 10.0) -> Any:  # noqa: ANN401 - boto3 is untyped
     """A client whose endpoint and credentials come from boto3's own chain."""
     # Endpoints other than Amazon's seldom answer to bucket.host names.
     custom = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     style = {"addressing_style": "path"} if custom else {}
     # A session of its own: boto3's default one is shared between threads and keeps its first credentials for good.
-    return boto3.session.Session().client(
-        "s3", config=Config(s3=style, retries={"mode": "standard", "max_attempts": 5}, connect_timeout=10)
-    )
+    retries = {"mode": "standard", "max_attempts": attempts}
+    config = Config(s3=style, retries=retries, connect_timeout=connect_timeout)
+    return boto3.session.Session().client("s3", config=config)
 
 
 def open_store(uri: str) -> Store:

@@ -1,0 +1,148 @@
+"""Repositories of the Hugging Face hub: listed and read in ranges, or downloaded; and the hub's cache on this machine.
+
+Speaks through huggingface_hub, with its endpoint, token and cache; what goes wrong is said as a CheckpointError. Loads
+no torch, and huggingface_hub only when it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastmtp.errors import CheckpointError, UnreachableError, UnreadableError
+from fastmtp.files import REMOTE_PROBE, FileInfo, hidden, whole
+
+
+class HubFiles:
+    """A repository of the hub, `org/name` or `org/name@revision`, pinned to the commit that the name means now."""
+
+    probe = REMOTE_PROBE
+    root: Path | None = None
+
+    def __init__(self, repository: str) -> None:
+        self.name = repository
+        self._id, self._revision = _hub_id(repository)
+        self._listed: dict[str, FileInfo] | None = None
+
+    def list(self) -> dict[str, FileInfo]:
+        """Files of the repository. Raises CheckpointError when there is no such repository, or no hub in reach."""
+        from huggingface_hub import HfApi
+
+        if self._listed is None:
+            with _hub_explained(self.name):
+                info = HfApi().model_info(self._id, revision=self._revision, files_metadata=True, timeout=10)
+            self._revision = info.sha or self._revision
+            found = {
+                item.rfilename: FileInfo(item.size, (item.lfs.sha256 if item.lfs else item.blob_id) or "")
+                for item in info.siblings or ()
+                if not hidden(item.rfilename)
+            }
+            self._listed = dict(sorted(found.items()))
+        return self._listed
+
+    def read(self, name: str, begin: int, end: int) -> bytes:
+        """One ranged GET, tried again as huggingface_hub does, but for seconds only."""
+        if begin == end:
+            return b""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            build_hf_headers,
+            hf_raise_for_status,
+            http_stream_backoff,
+        )
+
+        url = hf_hub_url(self._id, name, revision=self._revision)
+        headers = {"range": f"bytes={begin}-{end - 1}", "accept-encoding": "identity", **build_hf_headers()}
+        data = bytearray()
+        with (
+            _hub_explained(self.name),
+            http_stream_backoff("GET", url, headers=headers, max_retries=2, timeout=30) as answer,
+        ):
+            hf_raise_for_status(answer)
+            if answer.status_code != 206 and begin:
+                what = f"{self.name}/{name}: the hub sends all of it where a part was asked for."
+                raise UnreadableError(what, mend="Download it, and name the directory.", pointer="/model")
+            for block in answer.iter_raw():
+                data += block
+                if len(data) >= end - begin:
+                    break
+        return whole(f"{self.name}/{name}", bytes(data[: end - begin]), begin, end)
+
+
+def hub_snapshot(model: str) -> Path:
+    """Directory with what is needed of a hub model: its cache on this machine, downloaded where that lacks something.
+
+    Raises:
+        CheckpointError: there is no such repository; UnreachableError where the hub does not answer.
+    """
+    with _hub_explained(model):
+        return _snapshot(model)
+
+
+def cached_snapshot(model: str) -> Path | None:
+    """What the hub's cache on this machine has of a model, where that is all of it."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return _snapshot(model, offline=True)
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _hub_id(model: str) -> tuple[str, str]:
+    """Repository and revision."""
+    repository, _, revision = model.removeprefix("hf://").partition("@")
+    return repository, revision or "main"
+
+
+def _snapshot(model: str, *, offline: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    repository, revision = _hub_id(model)
+    # Weights in other formats are as large again, and code is never run.
+    unwanted = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.py"]
+    return Path(snapshot_download(repository, revision=revision, ignore_patterns=unwanted, local_files_only=offline))
+
+
+@contextlib.contextmanager
+def _hub_explained(name: str) -> Iterator[None]:
+    import httpx2  # what huggingface_hub speaks with
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except (httpx2.HTTPError, HFValidationError, OSError) as error:
+        raise _hub_error(name, error) from error
+
+
+def _hub_error(name: str, error: Exception) -> CheckpointError:
+    """What a failed call to the hub means to a user."""
+    import httpx2
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    away = (httpx2.TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError)
+    cause = " ".join(str(error).split())[:300]
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+    if isinstance(error, away) or status == 429 or status >= 500:
+        mend = "Check the network and HF_ENDPOINT, or name a local directory."
+        return UnreachableError(f"{name}: the hub does not answer: {cause}", mend=mend, pointer="/model")
+    answers: list[tuple[bool, str, str]] = [
+        (isinstance(error, GatedRepoError), f"{name} is gated.", "Accept its terms on the hub, and set HF_TOKEN."),
+        (
+            isinstance(error, RepositoryNotFoundError), f"{name} is not on the hub, or is private.",
+            "Check the id; for a private one, set HF_TOKEN.",
+        ),
+        (status in (401, 403), f"{name}: the hub refuses: {cause}", "Set HF_TOKEN to a token that may read it."),
+    ]  # fmt: skip
+    what, mend = next(
+        ((what, mend) for holds, what, mend in answers if holds),
+        (f"{name} cannot be read from the hub: {cause}", "Check the id, the revision and HF_TOKEN."),
+    )
+    return UnreadableError(what, mend=mend, pointer="/model")
