@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from fastmtp import storage
 from fastmtp.acceptance import measurement
-from fastmtp.config import EvaluateConfig
+from fastmtp.checkpoint import INDEX
+from fastmtp.config import EvaluateConfig, JobSpec
 from fastmtp.errors import ServingError
+from fastmtp.evaluate import evaluate
+from fastmtp.extract import extract
+from fastmtp.inspection import inspect
 from fastmtp.progress import Reporter
-from fastmtp.protocol import Report
+from fastmtp.protocol import Measurement, Report
 from fastmtp.serving import serve
 from fastmtp.stage import read_manifest
+from fastmtp.stitch import stitch
 from fastmtp.tiny import Recipe, build
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -101,6 +108,32 @@ def test_the_same_job_again_publishes_nothing(first: Report, place: Path) -> Non
     assert report.incumbent and "what is published" in report.gate["reason"]
     assert {path: path.stat().st_mtime_ns for path in (place / "published").rglob("*")} == before
     assert done.stderr.count("finished before, used as it is") == 4  # extract, prepare, train, stitch
+
+
+def test_a_head_put_back_unchanged_is_served_as_before(verifier: Path, place: Path, tmp_path: Path) -> None:
+    """From a copy whose head lies in a file that the index does not list: mended, vLLM drafts as from the original."""
+    hidden = Path(shutil.copytree(verifier, tmp_path / "hidden"))
+    index = json.loads((hidden / INDEX).read_text())
+    tensors = {name: load_file(hidden / name) for name in set(index["weight_map"].values())}
+    head = {key: value for found in tensors.values() for key, value in found.items() if key.startswith("mtp.")}
+    for name, found in tensors.items():
+        save_file({key: value for key, value in found.items() if key not in head}, hidden / name, {"format": "pt"})
+    save_file(head, hidden / "mtp.safetensors", metadata={"format": "pt"})
+    index["weight_map"] = {key: name for key, name in index["weight_map"].items() if key not in head}
+    (hidden / INDEX).write_text(json.dumps(index))
+    assert [fault.code for fault in inspect(hidden).faults if fault.level == "serving"] == ["head_unlisted"]
+    quiet = Reporter("stitch", quiet=True)
+    extract(hidden, tmp_path / "head", quiet)
+    stitch(hidden, tmp_path / "head", tmp_path / "mended", quiet, mend=True)
+    spec = JobSpec.from_yaml(place / "job.yaml")
+    heads = {"base": verifier, "tuned": tmp_path / "mended"}
+    summary = evaluate(heads, spec.evaluate, spec.gate, tmp_path / "evaluation", quiet).summary
+    base, same = (Measurement.model_validate(summary[name]) for name in heads)
+    assert base.mean_acceptance_length > 1.2
+    # Two runs of vLLM may count a few drafts differently.
+    assert same.drafts == pytest.approx(base.drafts, rel=0.01)
+    assert same.acceptance == pytest.approx(base.acceptance, abs=0.01)
+    assert tuple(summary["greedy_identical"]) == (32, 32)
 
 
 def test_a_server_that_cannot_start_says_why(verifier: Path, tmp_path: Path) -> None:
