@@ -145,14 +145,23 @@ def train(
     head: Annotated[Path, typer.Option(help="Result of extract.")],
     data: Annotated[Path, typer.Option(help="Result of prepare.")],
     out: Out,
+    dry_run: Annotated[bool, typer.Option(help="Say what would be done and what it takes, do nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fine-tune the head recursively; the result holds a head like the one that went in."""
+    """Fine-tune the head recursively; the result holds a head like the one that went in.
+
+    A run that was stopped or killed goes on where it was when the same command is given again.
+    """
     from fastmtp.config import JobSpec
     from fastmtp.pipeline import resolve_model
+    from fastmtp.train import plan
     from fastmtp.train import train as run_train
 
     spec = JobSpec.from_yaml(job)
+    if dry_run:
+        found = plan(resolve_model(spec.model), head, data, spec.train, out)
+        _print(found, as_json, str(found["text"]))
+        return
     with Reporter("train") as reporter:
         manifest = run_train(resolve_model(spec.model), head, data, spec.train, out, reporter)
     best = manifest.summary["best"]["mean_acceptance_length"]

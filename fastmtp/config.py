@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fastmtp.errors import ConfigError
 
+LossKind = Literal["ce", "kl", "tv"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -44,19 +45,70 @@ class TrainConfig(_Strict):
     recursion: Literal["serving", "plain"] = Field(
         "serving", description="serving: as vLLM decodes. plain: as FastMTP trains."
     )
-    loss: Literal["ce"] = Field("ce", description="ce: cross-entropy on the verifier's own next tokens.")
+    loss: LossKind | dict[LossKind, Annotated[float, Field(gt=0.0)]] = Field(
+        "ce",
+        description="ce: cross-entropy on the verifier's own next tokens. kl, tv: distance to its whole distribution."
+        " A mixture: {ce: 0.5, tv: 0.5}.",
+    )
     epochs: int = Field(3, ge=1, description="Passes over the training rows.")
     max_steps: int | None = Field(None, ge=1, description="Stop after this many optimizer steps, if earlier.")
-    lr: float = Field(1.0e-4, gt=0.0, lt=1.0, description="Peak learning rate of AdamW.")
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: Muon for matrices, AdamW for the rest.")
+    lr: float = Field(1.0e-4, gt=0.0, lt=1.0, description="Peak learning rate.")
+    schedule: Literal["cosine", "linear"] = Field(
+        "cosine", description="How the rate falls after the warm-up, to a tenth of its peak."
+    )
     warmup_ratio: Fraction = Field(0.05, description="Share of the steps over which the rate rises linearly.")
-    weight_decay: float = Field(0.0, ge=0.0, description="AdamW weight decay on matrices (never on norms).")
+    weight_decay: float = Field(0.0, ge=0.0, description="Decoupled weight decay on matrices (never on norms).")
     grad_clip: float = Field(1.0, gt=0.0, description="Largest norm of the gradient.")
     batch_tokens: int = Field(16384, ge=8, description="Tokens of an optimizer step, prompt and answer.")
+    micro_tokens: int = Field(
+        8192, ge=8, description="Tokens run through the head at once, per process; the gradients of a step add up."
+    )
+    validate_every: int | None = Field(
+        None, ge=1, description="Steps between estimates on held-out rows; at each epoch's end there is one anyway."
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Compute type; master weights are always fp32."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
     seed: int = Field(0, ge=0, description="Seed of the order of rows.")
+    allow_untrained_head: bool = Field(
+        False, description="Train a head that predicts nothing yet; otherwise it is taken for one that was mis-read."
+    )
+    processes: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = Field(
+        "auto", description="Processes on this host that share each step's rows. auto: one per GPU."
+    )
+    shard: bool = Field(
+        False, description="Spread weights, gradients and optimizer state over the processes (FSDP), to save memory."
+    )
+    recompute: bool = Field(
+        False, description="Compute the feed-forward part again in the backward pass, to save memory."
+    )
+    save_every: int | None = Field(
+        None, ge=1, description="Steps between saves; unset, every ten minutes. One precedes each estimate anyway."
+    )
+    tensorboard: bool = Field(False, description="Write TensorBoard events too (needs the extra `tensorboard`).")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainConfig:
+        if not self.mixture:
+            raise ValueError("a mixture names at least one loss: ce, kl or tv")
+        if self.optimizer == "muon" and self.shard:
+            raise ValueError("Muon needs whole matrices; with shard: true use optimizer: adamw")
+        return self
+
+    @property
+    def mixture(self) -> dict[str, float]:
+        """Kind of loss -> its weight."""
+        return (
+            {self.loss: 1.0} if isinstance(self.loss, str) else {str(kind): share for kind, share in self.loss.items()}
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What makes a result another one. How work is spread and saved does not: a run may go on with those changed,
+        and its results then agree up to the rounding of sums in another order.
+        """
+        return self.model_dump(exclude={"processes", "shard", "recompute", "save_every", "tensorboard", "micro_tokens"})
 
 
 class EvaluateConfig(_Strict):

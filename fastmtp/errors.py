@@ -11,6 +11,8 @@
     +-- GateRejected                3   the result measures no better, so nothing was published
     +-- ProcessError                1   a child process failed, stalled or ran out of time
     +-- ServingError                1   vLLM did not start, died, or does not serve what was asked
+    +-- TrainingError               1   training cannot go on, or its result is not to be trusted
+    |   +-- Interrupted           128+n   a signal ended it; what was done is saved
     +-- IntegrityError              1   bytes are not what they were
 
 This module imports nothing: the API, the flows and the library all use it.
@@ -123,6 +125,25 @@ class ServingError(FastMTPError):
     """vLLM did not start, died, or does not serve what was asked."""
 
     code = "serving_failed"
+
+
+class TrainingError(FastMTPError):
+    """Training cannot go on, or its result is not to be trusted."""
+
+    code = "training_failed"
+
+    def __init__(self, what: str, *, mend: str = "") -> None:
+        super().__init__(f"{what} {mend}".strip())
+
+
+class Interrupted(TrainingError):
+    """A signal ended training; what was done is saved, and the same command goes on from there."""
+
+    code = "interrupted"
+
+    def __init__(self, what: str, *, signal_number: int) -> None:
+        super().__init__(what, mend="The same command goes on from there.")
+        self.exit_code = 128 + signal_number
 
 
 class IntegrityError(FastMTPError):

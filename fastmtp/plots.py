@@ -10,8 +10,12 @@ from typing import Any
 from fastmtp.protocol import Measurement
 
 
-def plot_curves(metrics: Path, target: Path) -> None:
-    """Loss per recursion step, and held-out acceptance per position where it was estimated, as a PNG."""
+def plot_curves(metrics: Path, target: Path, best_step: int | None = None) -> None:
+    """Loss per recursion step, and held-out acceptance per position where it was estimated, as a PNG.
+
+    Args:
+        best_step: where the result was taken; marked by a line.
+    """
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     figure, (left, right) = _figure(2)
     for key in sorted({key for record in records for key in record if key.startswith(("loss_", "acceptance_"))}):
@@ -19,7 +23,9 @@ def plot_curves(metrics: Path, target: Path) -> None:
         axes, marker = (left, "") if key.startswith("loss_") else (right, "o")
         position = key.rsplit("_", 1)[1]
         axes.plot(*zip(*points, strict=True), marker=marker, label=f"position {position}")
-    left.set(xlabel="step", ylabel="cross-entropy (nats)", title="Training loss")
+    if best_step is not None:
+        right.axvline(best_step, color="grey", linestyle=":", label=f"best, step {best_step}")
+    left.set(xlabel="step", ylabel="loss a token", title="Training loss")
     right.set(xlabel="step", ylabel="accepted / drafts", title="Held-out acceptance (walk)", ylim=(0, 1))
     _finish(figure, (left, right), target)
 

@@ -42,7 +42,7 @@ WORDS = [
     "row",
 ]
 DATA = DataConfig(prompts="", max_length=80, max_new_tokens=24, batch_size=5, holdout=0.25)
-QUICK = TrainConfig(lr=3e-3, epochs=6, batch_tokens=256, warmup_ratio=0.0, device="cpu")
+QUICK = TrainConfig(lr=3e-3, epochs=6, batch_tokens=256, warmup_ratio=0.0, device="cpu", allow_untrained_head=True)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_a_loss_that_is_not_finite_stops(model: Path, head: Path, data: Path, tm
     tensors = load_file(head / HEAD_FILE)
     tensors["mtp.norm.weight"][:] = float("inf")
     save_file(tensors, broken / HEAD_FILE, metadata={"format": "pt"})
-    with pytest.raises(TrainingError, match="The loss is"):
+    with pytest.raises(TrainingError, match="the loss is nan"):
         run_train(model, broken, data, tmp_path / "t")
     assert not (tmp_path / "t").exists()
 

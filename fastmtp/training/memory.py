@@ -1,0 +1,100 @@
+"""What a run needs before it starts: memory per process and room on disk. Estimates, and said to be.
+
+What the head, its optimizer and the verifier's two matrices take is exact. What a pass keeps for its gradient depends
+on the layer's code; it is counted as the inputs of each matrix product and norm, for each token and recursive step.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from fastmtp.config import TrainConfig
+from fastmtp.errors import InputError
+
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes.
+
+    Attributes:
+        state: master weights, gradients and optimizer state, per process.
+        verifier: token embedding and output head, per process.
+        passing: what one pass keeps, about, per process.
+        disk: two saves at once and the best head.
+    """
+
+    state: int
+    verifier: int
+    passing: int
+    disk: int
+
+    @property
+    def memory(self) -> int:
+        return self.state + self.verifier + self.passing
+
+    def __str__(self) -> str:
+        return (
+            f"about {self.memory / GIB:.2f} GiB for each process ({self.state / GIB:.2f} weights and optimizer,"
+            f" {self.verifier / GIB:.2f} embedding and output head, {self.passing / GIB:.2f} a pass)"
+            f" and {self.disk / GIB:.2f} GiB of disk"
+        )
+
+
+def needs(parameters: int, shared: int, text: Mapping[str, Any], config: TrainConfig, processes: int) -> Needs:
+    """What training takes.
+
+    Args:
+        parameters: of the head.
+        shared: elements of embedding and output head, once when they are tied.
+        text: the text part of config.json.
+    """
+    width = 2 if config.dtype == "bfloat16" else 4
+    spread = processes if config.shard else 1
+    state = 16 * parameters // spread  # fp32 weight, gradient and two moments
+    if config.shard or width == 2:
+        state += width * parameters  # gathered, or cast, for the pass
+    hidden = int(text["hidden_size"])
+    heads = int(text["num_attention_heads"]) * int(text.get("head_dim") or hidden // int(text["num_attention_heads"]))
+    inner = 0 if config.recompute else 4 * _inner(text)
+    kept = config.micro_tokens * config.num_steps * width * (14 * hidden + 6 * heads + inner)
+    return Needs(state=state, verifier=width * shared, passing=kept, disk=(2 * 12 + 4 + 4) * parameters)
+
+
+def _inner(text: Mapping[str, Any]) -> int:
+    """Feed-forward units a token passes through."""
+    if "moe_intermediate_size" not in text:
+        return int(text["intermediate_size"])
+    chosen = int(text.get("num_experts_per_tok") or 1) * int(text["moe_intermediate_size"])
+    return chosen + int(text.get("shared_expert_intermediate_size") or 0)
+
+
+def require_room(found: Needs, device: torch.device, place: Path) -> None:
+    """Raise InputError when what is needed for certain, without the passes, is more than there is."""
+    if device.type == "cuda":
+        free, where = torch.cuda.mem_get_info(device)[0], "on the GPU"
+    else:
+        free, where = psutil.virtual_memory().available, "of memory"
+    certain = found.state + found.verifier
+    if certain > free:
+        raise InputError(
+            f"Training needs {certain / GIB:.1f} GiB for each process before its first pass; {free / GIB:.1f} GiB"
+            f" {where} are free.",
+            mend="Use more processes with train.shard, a larger device, or dtype bfloat16.",
+            pointer="/train",
+        )
+    place = next(path for path in (place, *place.parents) if path.exists())
+    room = shutil.disk_usage(place).free
+    if found.disk > room:
+        raise InputError(
+            f"{place} has {room / GIB:.1f} GiB free; saves of this run take up to {found.disk / GIB:.1f} GiB.",
+            mend="Free space, or name another directory.",
+        )
