@@ -1,7 +1,7 @@
 # make setup   both environments; a second run installs nothing
 # make demo    the whole chain once, real, from one command; make up starts the same services and stays
 # make check   lint, format and types; make test: all tests; make bench [NAME=...]: benchmarks into .bench/
-.PHONY: setup demo up check format test bench lock clean
+.PHONY: setup demo up check format test bench study lock clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -57,6 +57,10 @@ test: setup
 
 bench: setup
 	.venv/bin/python -m tests.benchmarks $(NAME)
+
+# Recursions and losses compared through a real vLLM, three seeds each: most of an hour on two cores.
+study: setup
+	.venv/bin/python -m tests.benchmarks.study $(ARGS)
 
 lock: .venv/.installed
 	{ sed -n '/^#/p' constraints.txt; .venv/bin/pip freeze --exclude-editable | sed 's/^torch==.*/torch==2.13.0/'; } > constraints.new
