@@ -4,15 +4,18 @@ The head is the family's own decoder layer from transformers, with its attention
 
     y = norm(layer(fc([norm_e(emb(x_{t+k+1})); norm_h(previous)])))          predicts x_{t+k+2}
 
-where `previous` is the verifier's state after its final norm at step 0, and the step before's y afterwards.
+where `previous` is the verifier's state after its final norm at step 0, and afterwards what the step before carried:
+y, or in some families what `norm` was given. The order of the two halves, what is carried and whether the embedding at
+position 0 is zeroed are the family's (`fastmtp.families`).
 
 `serving` recursion: the head has one KV cache. Positions up to t hold the keys and values of step 0; step k, which
 runs at position t+k, sees those and its own chain's steps 1..k, nothing else. In a parallel pass that is: step-0 keys
-under the causal mask, later steps' keys on the diagonal. Later steps are computed at the given origins only. `plain`
-recursion (FastMTP's training): every step attends causally to its own step's keys, at unshifted positions.
+under the causal mask, later steps' keys on the diagonal. Everything is computed at the given origins only; the places
+before them give step 0's keys and values. `plain` recursion (FastMTP's training): every step attends causally to its
+own step's keys, at unshifted positions, and is computed everywhere.
 
-Rows are packed without padding; attention runs row by row, so no row sees another. Sources: vLLM 0.32,
-`v1/spec_decode/llm_base_proposer.py` and `model_executor/models/qwen3_next_mtp.py`; FastMTP, arXiv 2509.18362.
+Rows are packed without padding, and no row sees another. Sources: vLLM 0.32, `v1/spec_decode/llm_base_proposer.py` and
+`model_executor/models/qwen3_next_mtp.py`; FastMTP, arXiv 2509.18362.
 """
 
 from __future__ import annotations
@@ -20,23 +23,23 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from fastmtp.attention import Attention, CausalRows, ServingCache
 from fastmtp.data.rows import PackedRows
 from fastmtp.errors import CheckpointError
+from fastmtp.experts import grouped_experts
 from fastmtp.families import family_of
-from fastmtp.families.base import Layout, text_config
+from fastmtp.families.base import Family, Layout, text_config
 
 _ATTENTION = "fastmtp_rows"
-
-
-class _Attention(Protocol):
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor: ...
+_EXPERTS = "fastmtp_grouped"
 
 
 @dataclass(frozen=True)
@@ -52,83 +55,20 @@ class StepOutput:
     states: Tensor
 
 
-class CausalRows:
-    """Causal attention inside each row. Keeps keys and values for later steps of the serving recursion."""
-
-    def __init__(self, lengths: tuple[int, ...]) -> None:
-        self.lengths = lengths
-        self.keys: tuple[Tensor, ...] = ()
-        self.values: tuple[Tensor, ...] = ()
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """query [1, heads, N, D], key and value [1, kv_heads, N, D] -> [1, N, heads, D]."""
-        queries = query.split(self.lengths, dim=2)
-        self.keys, self.values = key.split(self.lengths, dim=2), value.split(self.lengths, dim=2)
-        parts = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-            for q, k, v in zip(queries, self.keys, self.values, strict=True)
-        ]
-        return torch.cat(parts, dim=2).transpose(1, 2)
-
-
-class ChainAttention:
-    """Attention of steps k >= 1 at chosen origins: step 0's keys up to each origin, and its own chain's.
-
-    Args:
-        base: step 0's attention, with the keys it kept.
-        rows: [M] int64, row of each origin, ascending.
-        places: [M] int64, position of each origin in its row.
-    """
-
-    def __init__(self, base: CausalRows, rows: Tensor, places: Tensor) -> None:
-        self._base = base
-        self._rows = rows
-        self._places = places
-        self._chain: list[tuple[Tensor, Tensor]] = []
-
-    def narrow(self, keep: Tensor) -> None:
-        """Drop origins (keep: [M] bool): those whose next token lies outside their row."""
-        self._rows, self._places = self._rows[keep], self._places[keep]
-        self._chain = [(key[:, keep], value[:, keep]) for key, value in self._chain]
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """query [1, heads, M, D], key and value [1, kv_heads, M, D] -> [1, M, heads, D]."""
-        kv_heads, count = key.shape[1], query.shape[2]
-        grouped = query[0].unflatten(0, (kv_heads, -1)) * scaling
-        self._chain.append((key[0], value[0]))
-        chain_keys = torch.stack([k for k, _ in self._chain], dim=2)
-        chain_values = torch.stack([v for _, v in self._chain], dim=2)
-        diagonal = torch.einsum("hgmd,hmsd->hgms", grouped, chain_keys)
-        sizes = torch.bincount(self._rows, minlength=len(self._base.lengths)).tolist()
-        outputs, start = [], 0
-        for index, size in enumerate(sizes):
-            if size:
-                part = slice(start, start + size)
-                outputs.append(
-                    self._one_row(index, part, grouped[:, :, part], diagonal[:, :, part], chain_values[:, part])
-                )
-                start += size
-        assert start == count
-        return torch.cat(outputs, dim=2).flatten(0, 1).transpose(0, 1)[None]
-
-    def _one_row(self, row: int, part: slice, query: Tensor, diagonal: Tensor, chain_values: Tensor) -> Tensor:
-        """query [kv, group, S, D] against the row's step-0 keys [kv, T, D] and the chain -> [kv, group, S, D]."""
-        keys, values = self._base.keys[row][0], self._base.values[row][0]
-        length = keys.shape[1]
-        later = torch.arange(length, device=keys.device) > self._places[part, None]
-        scores = torch.einsum("hgmd,htd->hgmt", query, keys).masked_fill(later, float("-inf"))
-        weights = torch.cat([scores, diagonal], dim=-1).float().softmax(-1).to(values.dtype)
-        seen, own = weights[..., :length], weights[..., length:]
-        return torch.einsum("hgmt,htd->hgmd", seen, values) + torch.einsum("hgms,hmsd->hgmd", own, chain_values)
-
-
 class MTPHead(nn.Module):
     """One MTP layer with its input projection and norms. Embedding and output head are the verifier's and not in here.
 
-    Parameters carry the checkpoint's names without the `mtp.` prefix; only experts are held stacked (`from_native`).
+    Parameters carry our names (`Family.ours`); only experts are held stacked (`from_native`).
     """
 
-    def __init__(self, config: PretrainedConfig, layer: nn.Module, rotary: nn.Module, norm: Callable[..., nn.Module]):
+    def __init__(
+        self,
+        family: Family,
+        config: PretrainedConfig,
+        layer: nn.Module,
+        rotary: nn.Module,
+        norm: Callable[..., nn.Module],
+    ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
@@ -137,7 +77,7 @@ class MTPHead(nn.Module):
         self.layers = nn.ModuleList([layer])
         self.norm = norm(hidden, eps=eps)
         self.rotary = rotary
-        self.config = config
+        self.family, self.config = family, config
 
     def initialize(self, std: float) -> None:
         """Weights of a head made from nothing: normal matrices, norms with gain 1."""
@@ -145,61 +85,102 @@ class MTPHead(nn.Module):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=std)
             else:
-                nn.init.zeros_(parameter)
+                nn.init.constant_(parameter, 0.0 if self.family.norm == "1 + w" else 1.0)
 
-    def step(self, previous: Tensor, embedded: Tensor, positions: Tensor, attention: _Attention) -> Tensor:
-        """One step at M places: previous [M, H], embedded [M, H], positions [M] -> y [M, H]."""
-        joined = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(previous)], dim=-1)
-        states = self.fc(joined)[None]
+    def forward(
+        self, rows: PackedRows, embedding: Tensor, num_steps: int, origins: Tensor, recursion: str = "serving"
+    ) -> list[StepOutput]:
+        """All steps of a recursion, `serving` or `plain`; wrappers such as DDP and FSDP expect this entry."""
+        run = {"serving": self.serving, "plain": self.plain}[recursion]
+        return list(run(rows, embedding, num_steps, origins))
+
+    def project(self, previous: Tensor, embedded: Tensor, positions: Tensor) -> Tensor:
+        """What the layer reads at M places: previous [M, H], embedded [M, H], positions [M] -> [M, H]."""
+        if self.family.zero_first_embedding:
+            embedded = embedded.masked_fill(positions[:, None] == 0, 0.0)
+        halves = {"embedding": self.pre_fc_norm_embedding(embedded), "hidden": self.pre_fc_norm_hidden(previous)}
+        projected: Tensor = self.fc(torch.cat([halves[half] for half in self.family.concat], dim=-1))
+        return projected
+
+    def step(
+        self, previous: Tensor, embedded: Tensor, positions: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """One step at M places; arguments as `project`. Returns y [M, H], and what the next step gets as `previous`."""
+        states = self.project(previous, embedded, positions)[None]
         rope = self.rotary(states, positions[None])
-        states = self.layers[0](states, position_embeddings=rope, attention_mask=None, fastmtp_attention=attention)
-        return self.norm(states[0])  # type: ignore[no-any-return]
+        states = self.layers[0](states, position_embeddings=rope, attention_mask=None, fastmtp_attention=attention)[0]
+        y = self.norm(states)
+        return y, y if self.family.carried == "after the norm" else states
+
+    def _attend(self, previous: Tensor, embedded: Tensor, positions: Tensor, attention: Attention) -> None:
+        """The part of a step that makes keys and values, for `attention` to keep."""
+        states = self.project(previous, embedded, positions)[None]
+        rope, layer = self.rotary(states, positions[None]), self.layers[0]
+        states = layer.get_submodule("input_layernorm")(states)
+        inner = layer.get_submodule("self_attn")
+        inner(states, position_embeddings=rope, attention_mask=None, fastmtp_attention=attention)
 
     def serving(self, rows: PackedRows, embedding: Tensor, num_steps: int, origins: Tensor) -> Iterator[StepOutput]:
         """Run the recursion as vLLM does, at chosen origins.
 
         Args:
             embedding: [V, H], the verifier's token embedding.
-            origins: [N] bool. Step k is given at those whose token x_{t+k+1} exists.
+            origins: [N] bool. Step k is given at those whose token x_{t+k+1} exists; a step without any is not given.
         """
-        ids, remaining, positions, row_of = rows.input_ids, rows.remaining(), rows.positions(), rows.row_of()
-        base = CausalRows(tuple(length - 1 for length in rows.lengths))
-        inputs = (remaining >= 1).nonzero().squeeze(1)
-        every = self.step(rows.hidden_states[inputs], F.embedding(ids[inputs + 1], embedding), positions[inputs], base)
-        chosen = origins[inputs]
-        current, states = inputs[chosen], every[chosen]
-        yield StepOutput(current, states)
-        chain = ChainAttention(base, row_of[current], positions[current])
-        for step in range(1, num_steps):
+        ids, remaining, positions = rows.input_ids, rows.remaining(), rows.positions()
+        current = (origins & (remaining >= 1)).nonzero().squeeze(1)
+        if not len(current):
+            return
+        cache = ServingCache(rows, current)
+        if len(context := cache.context):
+            embedded = F.embedding(ids[context + 1], embedding)
+            self._attend(rows.hidden_states[context], embedded, positions[context], cache.remember)
+        attention, carried = cache.begin, rows.hidden_states[current]
+        for step in range(num_steps):
             keep = remaining[current] >= step + 1
-            chain.narrow(keep)
-            current, states = current[keep], states[keep]
-            if not len(current):
-                return
+            if not bool(keep.all()):
+                cache.narrow(keep)
+                current, carried = current[keep], carried[keep]
+                if not len(current):
+                    return
             embedded = F.embedding(ids[current + step + 1], embedding)
-            states = self.step(states, embedded, positions[current] + step, chain)
+            states, carried = self.step(carried, embedded, positions[current] + step, attention)
             yield StepOutput(current, states)
+            attention = cache.extend
 
     def plain(self, rows: PackedRows, embedding: Tensor, num_steps: int, origins: Tensor) -> Iterator[StepOutput]:
         """Run FastMTP's training recursion; arguments and results as `serving`, computed at every position."""
         ids, remaining, positions = rows.input_ids, rows.remaining(), rows.positions()
-        states = rows.hidden_states
+        carried = rows.hidden_states
         current = torch.arange(len(ids), device=ids.device)
         for step in range(num_steps):
             keep = remaining[current] >= step + 1
-            current, states = current[keep], states[keep]
+            current, carried = current[keep], carried[keep]
             if not len(current):
                 return
             lengths = tuple(length - step - 1 for length in rows.lengths if length > step + 1)
             embedded = F.embedding(ids[current + step + 1], embedding)
-            states = self.step(states, embedded, positions[current], CausalRows(lengths))
+            states, carried = self.step(carried, embedded, positions[current], CausalRows(lengths))
             chosen = origins[current]
             yield StepOutput(current[chosen], states[chosen])
 
 
 def head_from_config(config: Mapping[str, Any]) -> MTPHead:
-    """A head of the shape that a config.json describes, in fp32, with unset weights."""
+    """A head of the shape that a config.json describes, in fp32, with unset weights.
+
+    Raises:
+        CheckpointError: no family of ours, or one that is not trained yet.
+    """
     family = family_of(config)
+    if not family.trainable:
+        raise CheckpointError(
+            f"{family.title}: its head can be read, verified and stitched, but not trained yet.", pointer="/model"
+        )
+    return build_head(family, config)
+
+
+def build_head(family: Family, config: Mapping[str, Any]) -> MTPHead:
+    """A head by a family's classes and conventions; see `head_from_config`."""
     text = dict(text_config(config))
     # The head is one full-attention layer whatever the backbone's pattern; built from index 0 of the backbone's own
     # list it would be linear attention.
@@ -209,9 +190,11 @@ def head_from_config(config: Mapping[str, Any]) -> MTPHead:
     model_type = text.pop("model_type")
     head_config = AutoConfig.for_model(model_type, **text)
     head_config._attn_implementation = _ATTENTION
-    head_config._experts_implementation = "eager"
+    head_config._experts_implementation = _EXPERTS
     AttentionInterface.register(_ATTENTION, _dispatch)
+    ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, grouped_experts)
     return MTPHead(
+        family,
         head_config,
         _load_class(family.layer_class)(head_config, 0),
         _load_class(family.rotary_class)(head_config),
@@ -227,7 +210,7 @@ def _dispatch(
     attention_mask: Tensor | None,  # noqa: ARG001
     *,
     scaling: float,
-    fastmtp_attention: _Attention,
+    fastmtp_attention: Attention,
     **_: object,
 ) -> tuple[Tensor, None]:
     return fastmtp_attention(query, key, value, scaling), None
@@ -237,6 +220,30 @@ def _load_class(dotted: str) -> Callable[..., nn.Module]:
     module, name = dotted.rsplit(".", 1)
     loaded: Callable[..., nn.Module] = getattr(importlib.import_module(module), name)
     return loaded
+
+
+def load_native(head: MTPHead, native: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Fill a head with native tensors, each exactly once.
+
+    Raises:
+        CheckpointError: a tensor is missing, is not the head's, or has another shape; the message names it.
+    """
+    family, text = family_of(config), text_config(config)
+    try:
+        state = from_native(native, config)
+    except KeyError as error:
+        raise CheckpointError(f"{error.args[0]} is no tensor of a {family.title} head.", pointer="/model") from error
+    wanted = head.state_dict()
+    for name in sorted(wanted.keys() ^ state.keys()):
+        problem = "lacks" if name in wanted else "has no place for"
+        raise CheckpointError(f"The head {problem} {family.native(name, text)}.", pointer="/model")
+    for name, value in state.items():
+        if value.shape != wanted[name].shape:
+            found, right = list(value.shape), list(wanted[name].shape)
+            raise CheckpointError(
+                f"{family.native(name, text)} has shape {found}; config.json asks for {right}.", pointer="/model"
+            )
+    head.load_state_dict({name: value.to(wanted[name].dtype) for name, value in state.items()}, strict=True)
 
 
 def from_native(native: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:

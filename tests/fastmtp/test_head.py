@@ -50,13 +50,13 @@ def simulate(head: MTPHead, ids: Tensor, states: Tensor, embedding: Tensor, orig
     """Draft from one origin the way vLLM does: prefill step 0 up to it, then one token at a time."""
     cache = CachedAttention()
     prefix = torch.arange(origin + 1)
-    y = head.step(states[prefix], F.embedding(ids[prefix + 1], embedding), prefix, cache)[-1:]
-    drafts = [y[0]]
+    y, carried = head.step(states[prefix], F.embedding(ids[prefix + 1], embedding), prefix, cache)
+    drafts, carried = [y[-1]], carried[-1:]
     for step in range(1, STEPS):
         if origin + step + 1 >= len(ids):
             break
         place = torch.tensor([origin + step])
-        y = head.step(y, F.embedding(ids[place + 1], embedding), place, cache)
+        y, carried = head.step(carried, F.embedding(ids[place + 1], embedding), place, cache)
         drafts.append(y[0])
     return drafts
 
