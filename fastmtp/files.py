@@ -117,13 +117,13 @@ class S3Files:
         self._bucket, self._prefix = bucket, prefix.strip("/") + "/" if prefix.strip("/") else ""
         self.name = f"s3://{bucket}/{self._prefix}".rstrip("/")
         # An endpoint that is not there is found out in seconds.
-        with self._explained():
+        with self._explained(self.name):
             self._client = s3_client(attempts=3, connect_timeout=5)
 
     def list(self) -> dict[str, FileInfo]:
         """Objects below the prefix. Raises CheckpointError when the bucket cannot be listed, or holds none there."""
         found: dict[str, FileInfo] = {}
-        with self._explained():
+        with self._explained(self.name):
             for page in self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._prefix
             ):
@@ -139,14 +139,14 @@ class S3Files:
         """One ranged GET."""
         if begin == end:
             return b""
-        with self._explained():
+        with self._explained(f"{self.name}/{name}"):
             wanted = f"bytes={begin}-{end - 1}"
             answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, Range=wanted)
             data: bytes = answer["Body"].read(end - begin)
         return whole(f"{self.name}/{name}", data, begin, end)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, name: str) -> Iterator[None]:
         from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
         from fastmtp.storage import reason
@@ -155,14 +155,14 @@ class S3Files:
             yield
         except (ConnectionError, HTTPClientError) as error:
             raise UnreachableError(
-                f"{self.name} does not answer: {reason(error)}.", mend="Check the network and AWS_ENDPOINT_URL_S3.",
+                f"{name} does not answer: {reason(error)}.", mend="Check the network and AWS_ENDPOINT_URL_S3.",
                 pointer="/model",
             ) from error  # fmt: skip
         except (BotoCoreError, ClientError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise UnreadableError(
-                f"{self.name} cannot be read: {reason(error)}.",
+                f"{name} cannot be read: {reason(error)}.",
                 mend="Check the prefix, the endpoint and the credentials.", pointer="/model",
             ) from error  # fmt: skip
 

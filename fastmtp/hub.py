@@ -7,11 +7,15 @@ no torch, and huggingface_hub only when it is used.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from fastmtp.errors import CheckpointError, UnreachableError, UnreadableError
 from fastmtp.files import REMOTE_PROBE, FileInfo, hidden, whole
+
+_TIMEOUT = 15.0  # seconds without a byte
+_WAITS = (0.5, 1.5)  # seconds before the second and the third try
 
 
 class HubFiles:
@@ -31,7 +35,7 @@ class HubFiles:
 
         if self._listed is None:
             with _hub_explained(self.name):
-                info = HfApi().model_info(self._id, revision=self._revision, files_metadata=True, timeout=10)
+                info = HfApi().model_info(self._id, revision=self._revision, files_metadata=True, timeout=_TIMEOUT)
             self._revision = info.sha or self._revision
             found = {
                 item.rfilename: FileInfo(item.size, (item.lfs.sha256 if item.lfs else item.blob_id) or "")
@@ -42,32 +46,37 @@ class HubFiles:
         return self._listed
 
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """One ranged GET, tried again as huggingface_hub does, but for seconds only."""
+        """One ranged GET, tried three times where the hub does not answer."""
         if begin == end:
             return b""
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import (  # type: ignore[attr-defined]
-            build_hf_headers,
-            hf_raise_for_status,
-            http_stream_backoff,
-        )
+        for wait in _WAITS:
+            try:
+                return self._get(name, begin, end)
+            except UnreachableError:
+                time.sleep(wait)
+        return self._get(name, begin, end)
 
+    def _get(self, name: str, begin: int, end: int) -> bytes:
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+
+        path = f"{self.name}/{name}"
         url = hf_hub_url(self._id, name, revision=self._revision)
-        headers = {"range": f"bytes={begin}-{end - 1}", "accept-encoding": "identity", **build_hf_headers()}
+        headers = {**build_hf_headers(), "range": f"bytes={begin}-{end - 1}", "accept-encoding": "identity"}
         data = bytearray()
-        with (
-            _hub_explained(self.name),
-            http_stream_backoff("GET", url, headers=headers, max_retries=2, timeout=30) as answer,
-        ):
+        with _hub_explained(path), get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT) as answer:
+            if answer.is_error:
+                answer.read()
             hf_raise_for_status(answer)
             if answer.status_code != 206 and begin:
-                what = f"{self.name}/{name}: the hub sends all of it where a part was asked for."
+                what = f"{path}: the hub sends all of it where a part was asked for."
                 raise UnreadableError(what, mend="Download it, and name the directory.", pointer="/model")
+            # Who does not know ranges sends all of it: leave when there is enough.
             for block in answer.iter_raw():
                 data += block
                 if len(data) >= end - begin:
                     break
-        return whole(f"{self.name}/{name}", bytes(data[: end - begin]), begin, end)
+        return whole(path, bytes(data[: end - begin]), begin, end)
 
 
 def hub_snapshot(model: str) -> Path:
@@ -136,10 +145,10 @@ def _hub_error(name: str, error: Exception) -> CheckpointError:
     answers: list[tuple[bool, str, str]] = [
         (isinstance(error, GatedRepoError), f"{name} is gated.", "Accept its terms on the hub, and set HF_TOKEN."),
         (
-            isinstance(error, RepositoryNotFoundError), f"{name} is not on the hub, or is private.",
+            isinstance(error, RepositoryNotFoundError) or status == 401, f"{name} is not on the hub, or is private.",
             "Check the id; for a private one, set HF_TOKEN.",
         ),
-        (status in (401, 403), f"{name}: the hub refuses: {cause}", "Set HF_TOKEN to a token that may read it."),
+        (status == 403, f"{name}: the hub refuses: {cause}", "Set HF_TOKEN to a token that may read it."),
     ]  # fmt: skip
     what, mend = next(
         ((what, mend) for holds, what, mend in answers if holds),
