@@ -105,11 +105,12 @@ def families(
 ) -> None:
     """List the model families whose heads are known, and how each stores and runs its head."""
     from fastmtp.families import families_table, rows
+    from fastmtp.table import families_list
 
     if as_json or markdown:
         _print({"families": rows()}, as_json, families_table())
     else:
-        _print_markdown(families_table(), stderr=False)
+        Console().print(families_list(rows()))
 
 
 @app.command(epilog="Example: fastmtp extract ./tiny --out ./head")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from fastmtp.inspection import Inspection
 
 _SHOWN = 20
-_LEVELS = {"error": "red", "serving": "red", "warning": "yellow"}
+# What each level of a fault is called, and in which colour.
+_LEVELS = {"error": ("error", "red"), "serving": ("not served", "red"), "warning": ("warning", "yellow")}
 
 
 def acceptance_table(figures: Mapping[str, Measurement]) -> str:
@@ -46,6 +47,25 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def families_list(rows: Iterable[Mapping[str, Any]]) -> Group:
+    """What `fastmtp families` shows a person: nine columns are too many for a terminal."""
+    parts: list[Table | Text] = []
+    for row in rows:
+        state = "" if row["fine-tuned"] else ": read, verified and stitched, not fine-tuned yet"
+        parts.append(Text(row["family"], style="bold").append(state, style="not bold"))
+        grid = Table.grid(padding=(0, 2))
+        types = ", ".join(row["model_type"])
+        grid.add_row("", "config.json", f"model_type {types}; {row['declared in']}", style="none")
+        grid.add_row("", "head", Text(row["head"]))
+        step = (
+            f"input {row['input']}, carries the state {row['carried state']}, first embedding {row['first embedding']}"
+        )
+        grid.add_row("", "a step", Text(step))
+        grid.add_row("", "norms", f"gain {row['gain of a norm']}")
+        parts.append(grid)
+    return Group(*parts)
+
+
 def inspection_table(found: Inspection) -> Group:
     """What `fastmtp inspect` shows a person: the model, its head, what a job would do, and what is wrong."""
     grid = Table.grid(padding=(0, 2))
@@ -53,15 +73,24 @@ def inspection_table(found: Inspection) -> Group:
         grid.add_row(Text(name, style="bold"), Text(value))
     parts: list[Table | Text] = [grid]
     for fault in found.faults:
-        line = Text(f"{fault.level}: ", style=_LEVELS[fault.level])
+        name, style = _LEVELS[fault.level]
+        line = Text(f"{name}: ", style=style)
         parts.append(line.append(f"{fault.what} {fault.mend}".strip(), style="default"))
-    verdict = "a job can use it as it is" if found.usable else "a job cannot use it as it is"
-    parts.append(Text(f"{verdict}; looked at in {found.seconds:.2f} s", style="bold"))
+    parts.append(Text(f"{_verdict(found)}; looked at in {found.seconds:.2f} s", style="bold"))
     return Group(*parts)
 
 
+def _verdict(found: Inspection) -> str:
+    if found.usable:
+        return "a job can use it as it is"
+    wrong = sum(fault.level != "warning" for fault in found.faults)
+    if wrong:
+        return f"a job cannot use it as it is: {wrong} fault{'s' * (wrong > 1)}"
+    return "it can be extracted, stitched and verified; heads of this family are not fine-tuned yet"
+
+
 def _inspected(found: Inspection) -> list[tuple[str, str]]:
-    family = (found.family or "unknown") + (", not fine-tuned yet" if found.family and not found.trainable else "")
+    family = found.family or "unknown"
     sizes = [f"{name} {value:,}" for name, value in found.sizes.items()] + ["tied embeddings"] * found.tied
     rows = [
         ("model", found.model),

@@ -10,6 +10,9 @@ from typing import Any
 from fastmtp.errors import CheckpointError
 from fastmtp.families.base import Family, text_config
 
+# Columns of `rows` that hold names out of checkpoints.
+_NAMES = ("model_type", "head", "declared in")
+
 
 def families() -> dict[str, Family]:
     """Every family, by name: each module of this package that defines FAMILY."""
@@ -51,11 +54,12 @@ def families_table() -> str:
     """`rows` as a Markdown table."""
     found = rows()
     lines = [list(found[0]), ["---"] * len(found[0])]
-    lines += [[_cell(value) for value in row.values()] for row in found]
+    lines += [[_cell(name, value) for name, value in row.items()] for row in found]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _cell(value: object) -> str:
+def _cell(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "not yet"
-    return ", ".join(f"`{item}`" for item in value) if isinstance(value, list) else str(value)
+    items = value if isinstance(value, list) else [value]
+    return ", ".join(f"`{item}`" if name in _NAMES else str(item) for item in items)
