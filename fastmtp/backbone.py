@@ -64,13 +64,14 @@ def _unlike(where: str, prefix: str, group: Mapping[int, _Layer]) -> Iterator[Fa
         fuller = next((one for one in group if len(group[one]) > len(layer) and layer.keys() < group[one].keys()), None)
         if fuller is not None:
             lost = sorted(group[fuller].keys() - layer.keys())
-            what = f"{where}: {prefix}{index} lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else "")
+            what = f"{where} lacks {prefix}{index}.{lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else "")
             what += f", which layer {fuller} has."
             yield Fault("error", "layer_incomplete", what, _MEND, key=f"{prefix}{index}.{lost[0]}")
             return
         for name, entry in layer.items():
             first, shape = shapes.setdefault(name, (index, entry.shape))
             if entry.shape != shape:
-                what = f"{where}: {prefix}{index}.{name} is {list(entry.shape)}, layer {first}'s is {list(shape)}."
+                what = f"{where}/{entry.file}: {prefix}{index}.{name} is {list(entry.shape)}, layer {first}'s is "
+                what += f"{list(shape)}."
                 yield Fault("error", "layer_shape", what, _MEND, entry.file, f"{prefix}{index}.{name}")
                 return

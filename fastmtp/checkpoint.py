@@ -321,7 +321,7 @@ def _shard_names(
         for name in sorted(set(present) - set(weight_map.values())):
             what = f"{files.name}/{name} is not in the index: vLLM and transformers do not read it."
             faults.append(Fault("warning", "file_unlisted", what, "", name))
-    elif len(present) > 1 or (present and present != [SINGLE]):
+    elif INDEX not in listed and present and present != [SINGLE]:
         what = f"{files.name} has no {INDEX}: transformers does not find {present[0]}" + " and the rest" * bool(
             present[1:]
         )

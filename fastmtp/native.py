@@ -75,7 +75,7 @@ def examine(checkpoint: Checkpoint) -> tuple[HeadInfo | None, list[Fault]]:
     try:
         family = family_of(checkpoint.config)
     except CheckpointError as error:
-        return None, [Fault("error", "family_unknown", f"{where}: {error.what}", error.mend, CONFIG)]
+        return None, [Fault("error", "family_unknown", f"{where}/{CONFIG}: {error.what}", error.mend, CONFIG)]
     wrong = _config_fault(where, family, config)
     if wrong:
         return None, [wrong]
@@ -194,11 +194,12 @@ def _compare(
     """Keys, dtypes and shapes against the family's."""
     quantised = next((key for key in found if _QUANTISED.search(key) or found[key].dtype not in FLOATS), None)
     if quantised:
-        what = f"{where}: the head is quantised: {quantised} is {found[quantised].dtype}."
+        entry = found[quantised]
+        what = f"{where}/{entry.file}: the head is quantised: {quantised} is {entry.dtype}."
         mend = (
             f"A head in {', '.join(FLOATS)} is supported, whatever the rest is in: take a checkpoint that kept it so."
         )
-        yield Fault("error", "head_quantised", what, mend, found[quantised].file, quantised)
+        yield Fault("error", "head_quantised", what, mend, entry.file, quantised)
         return
     missing, unexpected = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
     if missing:
@@ -206,12 +207,13 @@ def _compare(
         yield Fault("error", "head_incomplete", what + _experts_there(found, missing[0]), _ORIGINAL, key=missing[0])
     if unexpected:
         key = unexpected[0]
-        what = f"{where}: {len(unexpected)} tensors do not belong to this family's head, {key} first."
+        what = f"{where}/{found[key].file}: no head of this family has {key}"
+        what += f" and {len(unexpected) - 1} more." if unexpected[1:] else "."
         yield Fault("error", "head_unexpected", what + _experts_there(found, key), _ORIGINAL, found[key].file, key)
     for key, entry in {**found, **copies}.items():
         expected = shapes.get(key) or copy_shapes.get(key)
         if expected is not None and entry.shape != expected:
-            what = f"{where}: {key} is {list(entry.shape)}, config.json means {list(expected)}."
+            what = f"{where}/{entry.file}: {key} is {list(entry.shape)}, config.json means {list(expected)}."
             yield Fault("error", "head_shape", what, "Take config.json and shards of one checkpoint.", entry.file, key)
     # A bias that corrects a router is kept in F32 by its family.
     dtypes = {entry.dtype for key, entry in found.items() if not key.endswith("bias")}
@@ -240,16 +242,18 @@ def _serving(checkpoint: Checkpoint, prefix: str, wrapper: str, found: Mapping[s
     unread = {fault.file for fault in checkpoint.faults if fault.code == "file_unlisted"}
     hidden = next((entry for entry in lost if entry.file in unread), None)
     if hidden:
-        what = f"{where}: the index lists no tensor of {hidden.file}, which holds the head: vLLM does not read it."
+        what = f"{where}: the index lists no tensor of {hidden.file}, which holds {hidden.key}: vLLM does not read it."
         yield Fault("serving", "head_unlisted", what, mend, hidden.file, hidden.key)
     elif lost:
-        what = f"{where}: the index omits {len(lost)} tensors of the head; they are in {lost[0].file}, which it lists."
+        what = f"{where}: the index omits {lost[0].key}" + (f" and {len(lost) - 1} more" if lost[1:] else "")
+        what += f" of the head, found in {lost[0].file}, which it lists."
         yield Fault("warning", "head_unlisted", what, "", lost[0].file, lost[0].key)
     quantisation = quantisation_of(checkpoint.config)
     exceptions = repr(quantisation).replace("\\", "")
     if quantisation is not None and "mtp" not in exceptions and prefix.strip(".") not in exceptions:
         method = quantisation.get("quant_method", "an unnamed method")
-        what = f"{where}: quantised by {method}; the head is not, and no exception in quantization_config names it."
+        what = f"{where}/{CONFIG}: quantised by {method}; the head is not, but no exception in quantization_config "
+        what += "names it."
         mend = f"If vLLM drafts nothing, add {prefix.strip('.')} to the modules left as they are."
         yield Fault("warning", "head_not_exempt", what, mend, CONFIG)
 
@@ -280,10 +284,12 @@ def _one(checkpoint: Checkpoint, suffix: str, head: str, config: Config, faults:
     entry = entries[0]
     shape = (config.get("vocab_size"), config.get("hidden_size"))
     if entry.dtype not in FLOATS:
-        what = f"{where}: {entry.key} is {entry.dtype}; the head is trained with it in {', '.join(FLOATS)}."
+        what = (
+            f"{where}/{entry.file}: {entry.key} is {entry.dtype}; the head is trained with it in {', '.join(FLOATS)}."
+        )
         faults.append(Fault("error", "shared_quantised", what, _ORIGINAL, entry.file, entry.key))
     elif entry.shape != shape:
-        what = f"{where}: {entry.key} is {list(entry.shape)}, config.json means {list(shape)}."
+        what = f"{where}/{entry.file}: {entry.key} is {list(entry.shape)}, config.json means {list(shape)}."
         mend = "Take config.json and shards of one checkpoint."
         faults.append(Fault("error", "shared_shape", what, mend, entry.file, entry.key))
     return entry
