@@ -103,8 +103,9 @@ class Checkpoint:
 
     @property
     def unlisted(self) -> list[str]:
-        """Keys, in sorted order, that no index lists although there is one."""
-        return [] if self.index is None else sorted(self.tensors.keys() - weight_map_of(self.index).keys())
+        """Keys, in sorted order, that no index lists although there is a usable one."""
+        listed = weight_map_of(self.index or {})
+        return sorted(self.tensors.keys() - listed.keys()) if listed else []
 
     @property
     def nbytes(self) -> int:
