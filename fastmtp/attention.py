@@ -107,10 +107,11 @@ class ServingCache:
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries of one row, and the base keys that any of them sees."""
+    """Queries of one row, the base keys that any of them sees, and how many of these every one sees."""
 
     queries: slice
     keys: slice
+    common: int
 
 
 def _blocks(starts: Tensor, ends: Tensor, heads: int) -> Iterator[_Block]:
@@ -123,7 +124,7 @@ def _blocks(starts: Tensor, ends: Tensor, heads: int) -> Iterator[_Block]:
         if stop == len(first) or first[stop] != first[begin] or (
             (stop + 1 - begin) * (last[stop] + 1 - first[begin]) > budget
         ):  # fmt: skip
-            yield _Block(slice(begin, stop), slice(first[begin], last[stop - 1] + 1))
+            yield _Block(slice(begin, stop), slice(first[begin], last[stop - 1] + 1), last[begin] + 1 - first[begin])
             begin = stop
 
 
@@ -131,8 +132,8 @@ def _scores(query: Tensor, keys: Tensor, chain_keys: Tensor, ends: Tensor, block
     """Scores of a block against base keys [kv, group, S, T] and the chain's own [kv, group, S, steps], in fp32."""
     part = query[:, :, block.queries]
     seen = (part.flatten(1, 2) @ keys[:, block.keys].transpose(1, 2)).unflatten(1, part.shape[1:3]).float()
-    places = torch.arange(block.keys.start, block.keys.stop, device=ends.device)
-    seen.masked_fill_(places > ends[block.queries, None], -torch.inf)
+    places = torch.arange(block.keys.start + block.common, block.keys.stop, device=ends.device)
+    seen[..., block.common :].masked_fill_(places > ends[block.queries, None], -torch.inf)
     return seen, torch.einsum("hgmd,hmsd->hgms", part, chain_keys[:, block.queries]).float()
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
@@ -27,7 +28,7 @@ from fastmtp.data.prompts import Prompt, read_prompts
 from fastmtp.data.rows import PackedRows
 from fastmtp.data.wordproblems import generate
 from fastmtp.head import MTPHead, head_from_config
-from fastmtp.losses import chunked_cross_entropy
+from fastmtp.losses import token_losses
 from fastmtp.progress import Reporter
 from fastmtp.save import save_checkpoint
 from fastmtp.stage import Manifest, run_stage, sha256_file
@@ -207,8 +208,7 @@ def _train_verifier(
         # Right padding under a causal model needs no attention mask: nothing real looks at it.
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         counted = mask[:, 1:]
-        total, _ = chunked_cross_entropy(hidden[:, :-1][counted], model.lm_head.weight, ids[:, 1:][counted])
-        return total / counted.sum()
+        return F.cross_entropy(model.lm_head(hidden[:, :-1][counted]), ids[:, 1:][counted])
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.verifier_lr, weight_decay=0.01)
     batches = _batches(rows, recipe.batch_tokens, recipe.verifier_steps, recipe.seed)
@@ -229,8 +229,8 @@ def _train_head(
         packed = PackedRows(ids[mask], hidden[mask], torch.ones(sum(lengths), dtype=torch.bool), lengths)
         counted = packed.counted(0)
         (output,) = head.serving(packed, model.model.embed_tokens.weight, 1, counted)
-        total, _ = chunked_cross_entropy(output.states, model.lm_head.weight, packed.input_ids[output.origins + 2])
-        return total / counted.sum()
+        targets = packed.input_ids[output.origins + 2]
+        return token_losses(output.states, model.lm_head.weight, targets).total / len(targets)
 
     model.requires_grad_(False)
     optimizer = torch.optim.AdamW(head.parameters(), lr=recipe.head_lr, weight_decay=0.0)
