@@ -7,17 +7,21 @@ and the same on disk (a hard link) is not read. Loads no torch.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, Field
 
-from fastmtp.checkpoint import SUFFIX, Checkpoint, TensorEntry, open_checkpoint
+from fastmtp.checkpoint import INDEX, SUFFIX, Checkpoint, TensorEntry, open_checkpoint
 from fastmtp.files import BLOCK
 from fastmtp.native import FLOATS, examine
 from fastmtp.progress import Reporter
 from fastmtp.stage import MANIFEST
+
+# Stitching leaves these out.
+_OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|pkl|ckpt)$")
 
 Verdict = Literal["identical", "exactly the head", "part of the head", "more than the head"]
 
@@ -42,7 +46,10 @@ class Comparison(BaseModel):
     tensors: int = Field(description="Tensors in either.")
     head: int = Field(description="Tensors of A's head.")
     differences: list[Difference]
-    side_files: dict[str, str] = Field(description="Other files that differ: name -> how.")
+    side_files: dict[str, str] = Field(
+        description="Other files that differ: name -> how. Weights in other formats that only A has, and an index that "
+        "lists the same tensors in other files, make no difference to the verdict."
+    )
     bytes_read: int = Field(description="Of each; files that are one and the same on disk are not read.")
 
 
@@ -123,11 +130,19 @@ class _Comparing:
         )  # fmt: skip
 
     def _verdict(self, found: list[Difference], side: dict[str, str]) -> Verdict:
-        if not found and not side:
+        counted = [name for name, how in side.items() if self._counts(name, how)]
+        if not found and not counted:
             return "identical"
-        if side or not all(difference.of_head and difference.what == "values" for difference in found):
+        if counted or not all(difference.of_head and difference.what == "values" for difference in found):
             return "more than the head"
         return "exactly the head" if len(found) == len(self.head) else "part of the head"
+
+    def _counts(self, name: str, how: str) -> bool:
+        """Whether a side file's difference is one of the checkpoint."""
+        if name != INDEX:
+            return not (how == "only in A" and _OTHER_WEIGHTS.search(name))
+        loses = set(self.b.unlisted) - set(self.a.unlisted)
+        return bool(loses) or (how == "only in A" and len(self.b.shards) > 1)
 
 
 def _by_own_name(checkpoint: Checkpoint) -> dict[str, TensorEntry]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -122,16 +123,15 @@ def _inspected(found: Inspection) -> list[tuple[str, str]]:
 
 def comparison_table(found: Comparison) -> Group:
     """What `fastmtp verify` shows a person."""
-    parts: list[Table | Text] = []
-    if found.differences:
-        table = Table("tensor", "difference", "of the head", "change", "file in B")
-        for difference in found.differences[:_SHOWN]:
-            table.add_row(*_compared(difference))
-        parts.append(table)
-    if len(found.differences) > _SHOWN:
-        kinds = Counter(difference.what for difference in found.differences[_SHOWN:])
-        rest = ", ".join(f"{count:,} {what}" for what, count in kinds.items())
-        parts.append(Text(f"and more: {rest} (--json has all)"))
+    parts: list[Padding | Text] = []
+    if found.differences and not found.head:
+        parts.append(Text("A's own head was not found, so nothing counts as the head: `fastmtp inspect` says why"))
+    for title, of_head in (("outside the head", False), ("in the head", True)):
+        chosen = [difference for difference in found.differences if difference.of_head is of_head]
+        if chosen:
+            parts += [Text(f"{title}: {_kinds(chosen)}", style="bold"), *_compared(chosen[:_SHOWN])]
+        if len(chosen) > _SHOWN:
+            parts.append(Text(f"  and {len(chosen) - _SHOWN:,} more; --json has all"))
     parts += [Text(f"{name}: {how}") for name, how in found.side_files.items()]
     same = found.tensors - len(found.differences)
     verdict = {
@@ -144,7 +144,22 @@ def comparison_table(found: Comparison) -> Group:
     return Group(*parts)
 
 
-def _compared(difference: Difference) -> tuple[str, str, str, str, str]:
-    change = "" if difference.change is None else f"{difference.change:.4f}"
-    of_head = "yes" if difference.of_head else "no"
-    return difference.key, difference.what, of_head, change, difference.file_b or ""
+def _kinds(differences: Iterable[Difference]) -> str:
+    counts = Counter(difference.what for difference in differences)
+    return ", ".join(f"{count:,} {_named(what)}" for what, count in counts.items())
+
+
+def _compared(differences: Iterable[Difference]) -> Iterator[Padding | Text]:
+    """The differences by file, each with its tensors."""
+    files: dict[str, Table] = {}
+    for one in differences:
+        name = one.file_b or one.file_a or ""
+        table = files.setdefault(name, Table.grid(padding=(0, 2, 0, 0)))
+        change = "" if one.change is None else f", by {one.change:.2%}"
+        table.add_row(Text(one.key, overflow="fold"), Text(_named(one.what) + change, no_wrap=True))
+    for name, table in sorted(files.items()):
+        yield from (Text(f"  {name}"), Padding(table, (0, 0, 0, 4)))
+
+
+def _named(what: str) -> str:
+    return what if what.startswith("only") else f"with other {what}"
