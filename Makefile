@@ -51,6 +51,10 @@ check: .venv/.installed
 format: .venv/.installed
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
+	@# README's table of families is what the code knows.
+	.venv/bin/fastmtp families --markdown > README.families
+	sed -i -e '/^<!-- families -->/,/^<!-- \/families -->/{//!d}' -e '/^<!-- families -->/r README.families' README.md
+	rm README.families
 
 test: setup
 	.venv/bin/pytest

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -28,6 +30,7 @@ from tests.conftest import S3Server
 from tests.fastmtp.hub import COMMIT, Hub, serve
 from tests.fastmtp.synthetic import Plan, write
 from tests.fastmtp.synthetic_models import small_config
+from tests.fastmtp.test_cli import fastmtp
 
 PLACES = ["rclone", "moto", "hub"]
 PROBE = 256 << 10
@@ -331,6 +334,22 @@ def test_no_hub_and_no_cache(no_hub: None) -> None:
             call("org/model")
         assert caught.value.code == "unreachable" and "name a local directory" in caught.value.mend
     assert time.monotonic() - begun < 10
+
+
+def test_the_command_and_the_hub(hub: Hub, free_port: int, tmp_path: Path) -> None:
+    """As a child process: from the hub, without it, and without it but with its cache."""
+    env = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url}
+    done = fastmtp("inspect", "org/model", "--json", **env)
+    assert done.returncode == 0 and json.loads(done.stdout)["usable"], done.stderr
+    away = env | {"HF_ENDPOINT": f"http://127.0.0.1:{free_port}"}
+    done = fastmtp("inspect", "org/model", "--json", **away)
+    assert done.returncode == 2 and json.loads(done.stdout)["error"]["code"] == "unreachable"
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    program = "import sys; from fastmtp.pipeline import resolve_model; print(resolve_model(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", program, "org/model"], env={**os.environ, **env}, check=True)
+    for changes in (away, env | {"HF_HUB_OFFLINE": "1"}):
+        done = fastmtp("inspect", "org/model", "--json", **changes)
+        assert done.returncode == 0 and "snapshots" in json.loads(done.stdout)["model"], done.stderr
 
 
 def test_no_hub_but_its_cache(hub: Hub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

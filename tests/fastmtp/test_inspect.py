@@ -279,6 +279,8 @@ def _with_header(path: Path, changes: dict[str, object]) -> None:
 def test_families_for_people_programs_and_the_readme() -> None:
     assert json.loads(fastmtp("families", "--json").stdout)["families"] == rows()
     assert fastmtp("families", "--markdown").stdout.strip() == families_table()
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert f"<!-- families -->\n{families_table()}\n<!-- /families -->" in readme, "make format writes it"
     shown = fastmtp("families", width=80).stdout
     assert max(map(len, shown.splitlines())) <= 80
     for family in families().values():
