@@ -14,7 +14,7 @@ from fastmtp.checkpoint import CONFIG, Checkpoint, TensorEntry
 from fastmtp.config import TrainConfig
 from fastmtp.errors import CheckpointError
 from fastmtp.extract import HEAD_FILE
-from fastmtp.head import from_native, head_from_config, to_native
+from fastmtp.head import from_native, head_from_config, load_native, to_native
 from fastmtp.native import find_head
 from fastmtp.training.objective import Objective
 
@@ -53,7 +53,7 @@ class HeadFiles:
         """The head, in fp32, beside the verifier's embedding and output head in the compute type."""
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         head = head_from_config(self._checkpoint.config)
-        head.load_state_dict(self.before, strict=True)
+        load_native(head, self.native, self._checkpoint.config)
         embedding = self._tensor(self._info.embedding).to(device, dtype)
         tied = self._info.output == self._info.embedding
         output = embedding if tied else self._tensor(self._info.output).to(device, dtype)

@@ -79,8 +79,8 @@ class Objective(nn.Module):
         origins = torch.stack(counted).any(0)
         if not origins.any():
             return
-        run = self.head.serving if self.config.recursion == "serving" else self.head.plain
-        for step, output in enumerate(run(rows, self.verifier[0], self.config.num_steps, origins)):
+        outputs = self.head(rows, self.verifier[0], self.config.num_steps, origins, self.config.recursion)
+        for step, output in enumerate(outputs):
             kept = counted[step][output.origins]
             if kept.any():
                 yield step, StepOutput(output.origins[kept], output.states[kept])
@@ -94,7 +94,7 @@ class Objective(nn.Module):
         origins[:-1] = rows.loss_mask[1:]
         origins &= rows.remaining() >= 2
         hits = torch.zeros(len(rows.input_ids), self.config.num_steps, dtype=torch.bool, device=origins.device)
-        for step, output in enumerate(self.head.serving(rows, self.verifier[0], self.config.num_steps, origins)):
+        for step, output in enumerate(self.head(rows, self.verifier[0], self.config.num_steps, origins)):
             kept = rows.remaining()[output.origins] >= step + 2
             places = output.origins[kept]
             found = token_losses(output.states[kept], self.verifier[1], rows.input_ids[places + step + 2])
