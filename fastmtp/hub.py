@@ -117,11 +117,14 @@ def _snapshot(model: str, *, offline: bool = False) -> Path:
 @contextlib.contextmanager
 def _hub_explained(name: str) -> Iterator[None]:
     import httpx2  # what huggingface_hub speaks with
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import XetDownloadError
 
     try:
         yield
-    except (httpx2.HTTPError, HFValidationError, OSError) as error:
+    except CheckpointError:
+        raise
+    # The last three: an id that none can be, and answers that are no hub's, such as a login page's.
+    except (httpx2.HTTPError, XetDownloadError, OSError, ValueError, TypeError, KeyError) as error:
         raise _hub_error(name, error) from error
 
 
@@ -138,6 +141,11 @@ def _hub_error(name: str, error: Exception) -> CheckpointError:
 
     away = (httpx2.TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError)
     cause = " ".join(str(error).split())[:300]
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, away):
+        what = f"{name} cannot be kept in the hub's cache: {error.strerror}."
+        return UnreadableError(
+            what, mend="HF_HOME names the cache's place: make room there, or name another.", pointer="/model"
+        )
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
     if isinstance(error, away) or status == 429 or status >= 500:
         mend = "Check the network and HF_ENDPOINT, or name a local directory."

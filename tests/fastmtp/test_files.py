@@ -258,6 +258,7 @@ def test_a_short_answer_is_an_error(
         ((401, "GatedRepo"), UnreadableError, "is gated", "Accept its terms"),
         ((403, "GatedRepo"), UnreadableError, "is gated", "Accept its terms"),
         ((403, ""), UnreadableError, "refuses", "HF_TOKEN"),
+        ((200, ""), UnreadableError, "cannot be read from the hub", "Check the id"),
         ((500, ""), UnreachableError, "does not answer", "Check the network"),
         ((429, ""), UnreachableError, "does not answer", "Check the network"),
     ],
@@ -369,6 +370,16 @@ def test_no_hub_but_its_cache(hub: Hub, model: Path, tmp_path: Path, monkeypatch
     hub.refusal = (404, "RepoNotFound")
     with pytest.raises(UnreadableError, match="not on the hub"):
         open_files("org/model")
+
+
+def test_no_room_for_a_download(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    with pytest.raises(UnreadableError, match="No space left on device") as caught:
+        resolve_model("org/model")
+    assert "HF_HOME" in caught.value.mend
 
 
 def _job(tmp_path: Path, **changes: object) -> JobSpec:
