@@ -295,3 +295,12 @@ def test_a_head_kept_under_its_wrapper_says_how_to_mend_it(tmp_path: Path) -> No
     assert [(fault.level, fault.code) for fault in found.faults] == [("serving", "head_nested")]
     assert "--mend" in found.faults[0].mend and found.quantisation == "awq"
     assert found.head and found.head.prefix == "language_model.mtp."
+
+
+@pytest.mark.parametrize("layout", ["split", "fused"])
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def test_no_alarm_on_what_transformers_saves(family: str, layout: Layout, tmp_path: Path) -> None:
+    from tests.fastmtp.fixtures import write_checkpoint
+
+    found = inspect(write_checkpoint(tmp_path / "m", family, layout))
+    assert found.usable and not found.faults
