@@ -40,6 +40,7 @@ from fastmtp.families.base import Family, Layout, text_config
 
 _ATTENTION = "fastmtp_rows"
 _EXPERTS = "fastmtp_grouped"
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 
 @dataclass(frozen=True)
@@ -223,51 +224,46 @@ def _load_class(dotted: str) -> Callable[..., nn.Module]:
 
 
 def load_native(head: MTPHead, native: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Fill a head with native tensors, each exactly once.
+    """Fill a head with native tensors, all of them; raises as `from_native`."""
+    head.load_state_dict(from_native(native, config), strict=True)
+
+
+def from_native(native: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Native tensors (experts in either layout) -> the module's state dict, each exactly once.
+
+    Copies of the embedding and output head that some families repeat inside the head are left out: they are shared.
+    `to_native` is its inverse.
 
     Raises:
         CheckpointError: a tensor is missing, is not the head's, or has another shape; the message names it.
     """
     family, text = family_of(config), text_config(config)
-    try:
-        state = from_native(native, config)
-    except KeyError as error:
-        raise CheckpointError(f"{error.args[0]} is no tensor of a {family.title} head.", pointer="/model") from error
-    wanted = head.state_dict()
-    for name in sorted(wanted.keys() ^ state.keys()):
-        problem = "lacks" if name in wanted else "has no place for"
-        raise CheckpointError(f"The head {problem} {family.native(name, text)}.", pointer="/model")
-    for name, value in state.items():
-        if value.shape != wanted[name].shape:
-            found, right = list(value.shape), list(wanted[name].shape)
-            raise CheckpointError(
-                f"{family.native(name, text)} has shape {found}; config.json asks for {right}.", pointer="/model"
-            )
-    head.load_state_dict({name: value.to(wanted[name].dtype) for name, value in state.items()}, strict=True)
-
-
-def from_native(native: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Native tensors (experts in either layout) -> the module's state dict. `to_native` is its inverse.
-
-    Copies of the embedding and output head that some families repeat inside the head are left out: they are shared.
-    """
-    family, text = family_of(config), text_config(config)
-    copies = family.copy_shapes(text)
-    state = {family.ours(key, text): value for key, value in native.items() if key not in copies}
-    experts = family.experts(text)
-    prefix = "layers.0.mlp.experts."
-    if experts and f"{prefix}gate_up_proj" not in state:
-        try:
-            split = {
-                name: [state.pop(f"{prefix}{index}.{name}.weight") for index in range(experts.count)]
-                for name in ("gate_proj", "up_proj", "down_proj")
-            }
-        except KeyError as error:
-            raise CheckpointError(f"The head lacks {family.native(error.args[0], text)}.", pointer="/model") from error
+    copies, experts = family.copy_shapes(text), family.experts(text)
+    own = {key: value for key, value in native.items() if key not in copies}
+    fused = any(key.endswith(_GATE_UP) for key in own)
+    _require_whole(own, family.shapes(text, "dense" if experts is None else "fused" if fused else "split"))
+    state = {family.ours(key, text): value for key, value in own.items()}
+    if experts and not fused:
+        prefix = "layers.0.mlp.experts."
+        split = {
+            name: [state.pop(f"{prefix}{index}.{name}.weight") for index in range(experts.count)]
+            for name in ("gate_proj", "up_proj", "down_proj")
+        }
         gate_up = zip(split["gate_proj"], split["up_proj"], strict=True)
-        state[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in gate_up])
-        state[f"{prefix}down_proj"] = torch.stack(split["down_proj"])
+        state[prefix + _GATE_UP] = torch.stack([torch.cat(pair) for pair in gate_up])
+        state[prefix + _DOWN] = torch.stack(split["down_proj"])
     return state
+
+
+def _require_whole(native: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for key in sorted(native.keys() ^ shapes.keys()):
+        problem = "lacks" if key in shapes else "has no place for"
+        raise CheckpointError(f"The head {problem} {key}.", pointer="/model")
+    for key, shape in shapes.items():
+        if tuple(native[key].shape) != shape:
+            raise CheckpointError(
+                f"{key} has shape {list(native[key].shape)}; config.json asks for {list(shape)}.", pointer="/model"
+            )
 
 
 def to_native(state: Mapping[str, Tensor], config: Mapping[str, Any], layout: Layout) -> dict[str, Tensor]:
@@ -275,12 +271,12 @@ def to_native(state: Mapping[str, Tensor], config: Mapping[str, Any], layout: La
     family, text = family_of(config), text_config(config)
     split: dict[str, Tensor] = {}
     for key, value in state.items():
-        if layout == "split" and key.endswith("experts.gate_up_proj"):
-            base = key.removesuffix("gate_up_proj")
+        if layout == "split" and key.endswith(_GATE_UP):
+            base = key.removesuffix(_GATE_UP)
             for index, pair in enumerate(value):
                 split[f"{base}{index}.gate_proj.weight"], split[f"{base}{index}.up_proj.weight"] = pair.chunk(2)
-        elif layout == "split" and key.endswith("experts.down_proj"):
-            base = key.removesuffix("down_proj")
+        elif layout == "split" and key.endswith(f"experts.{_DOWN}"):
+            base = key.removesuffix(_DOWN)
             split |= {f"{base}{index}.down_proj.weight": down for index, down in enumerate(value)}
         else:
             split[key] = value

@@ -45,7 +45,7 @@ def run() -> dict[str, Metric]:
     seconds: dict[Sizes, float] = {}
     for sizes in SIZES:
         made = make(sizes)
-        calls = {"ours": partial(train_step, made), "products": partial(products, made, sizes.tokens // 2)}
+        calls = {"ours": partial(train_step, made), "products": partial(products, made)}
         times = median_seconds(calls, repeats=3)
         del made, calls
         peer, name = speculators(sizes), f"T{sizes.tokens}_V{sizes.vocabulary}"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
+from fastmtp.config import TrainConfig
 from fastmtp.data.rows import PackedRows
-from fastmtp.head import MTPHead, head_from_config
-from fastmtp.losses import token_losses
+from fastmtp.head import head_from_config
+from fastmtp.training.objective import Objective
 from tests.fastmtp.fixtures import config_dict
 
-WEIGHTS = (0.5102, 0.3061, 0.1837)
+Recursion = Literal["serving", "plain"]
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,11 @@ class Sizes:
 class Made:
     """What a step needs, made once."""
 
-    head: MTPHead
+    objective: Objective
     rows: PackedRows
-    embedding: Tensor
-    output: Tensor
 
 
-def make(sizes: Sizes) -> Made:
+def make(sizes: Sizes, recursion: Recursion = "serving") -> Made:
     torch.manual_seed(0)
     head = head_from_config(sizes.layer())
     head.initialize(0.02)
@@ -58,29 +56,24 @@ def make(sizes: Sizes) -> Made:
     ids, states = torch.randint(sizes.vocabulary, (sizes.tokens,)), torch.randn(sizes.tokens, sizes.hidden)
     rows = PackedRows(ids, states, mask, (length,) * sizes.rows)
     embedding, output = (torch.randn(sizes.vocabulary, sizes.hidden).mul_(0.02) for _ in range(2))
-    return Made(head, rows, embedding, output)
+    config = TrainConfig(num_steps=sizes.steps, recursion=recursion)
+    return Made(Objective(head, embedding, output, config), rows)
 
 
-def train_step(made: Made, recursion: str = "serving", steps: int = 3) -> None:
-    """Forward and backward, as the training loop does it: all steps' losses in one call."""
-    rows = made.rows
-    counted = [rows.counted(step) for step in range(steps)]
-    outputs = made.head(rows, made.embedding, steps, torch.stack(counted).any(0), recursion)
-    kept = [counted[step][output.origins] for step, output in enumerate(outputs)]
-    states = torch.cat([output.states[keep] for output, keep in zip(outputs, kept, strict=True)])
-    targets = torch.cat(
-        [rows.input_ids[o.origins[keep] + step + 2] for step, (o, keep) in enumerate(zip(outputs, kept, strict=True))]
-    )
-    scale = torch.cat([torch.full((int(keep.sum()),), WEIGHTS[step]) / keep.sum() for step, keep in enumerate(kept)])
-    token_losses(states, made.output, targets, scale=scale).total.backward()
-    made.head.zero_grad()
+def train_step(made: Made) -> None:
+    """Forward and backward, by the training loop's own objective."""
+    totals = [float(made.rows.counted(step).sum()) for step in range(made.objective.config.num_steps)]
+    loss, _ = made.objective(made.rows, totals)
+    loss.backward()
+    made.objective.zero_grad()
 
 
-def products(made: Made, tokens: int, steps: int = 3) -> None:
-    """The two matrix products that nobody can avoid, for `tokens` supervised tokens: logits, and their way back."""
-    size = 256
-    states = torch.randn(size, made.output.shape[1])
-    logits, back = torch.empty(size, made.output.shape[0]), torch.empty_like(states)
-    for _ in range(steps * tokens // size):
-        torch.mm(states, made.output.T, out=logits)
-        torch.mm(logits, made.output, out=back)
+def products(made: Made) -> None:
+    """The two matrix products that nobody can avoid at the same tokens: logits, and their way back to the states."""
+    size, output = 256, made.objective.verifier[1]
+    states = torch.randn(size, output.shape[1])
+    logits, back = torch.empty(size, output.shape[0]), torch.empty_like(states)
+    tokens = made.objective.config.num_steps * int(made.rows.loss_mask.sum())
+    for _ in range(tokens // size):
+        torch.mm(states, output.T, out=logits)
+        torch.mm(logits, output, out=back)
