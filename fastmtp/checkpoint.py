@@ -82,7 +82,7 @@ class Checkpoint:
         tensors: key -> entry, over every safetensors file.
         listed: every file, by name; those of `shards` among them.
         shards: safetensors file -> size in bytes, sorted by name.
-        index: the index file's JSON, or None where there is none.
+        index: the index file's JSON, or None where there is none that can be used.
         faults: what does not fit together, in the order found.
     """
 
@@ -103,9 +103,8 @@ class Checkpoint:
 
     @property
     def unlisted(self) -> list[str]:
-        """Keys, in sorted order, that no index lists although there is a usable one."""
-        listed = weight_map_of(self.index or {})
-        return sorted(self.tensors.keys() - listed.keys()) if listed else []
+        """Keys, in sorted order, that no index lists although there is one."""
+        return [] if self.index is None else sorted(self.tensors.keys() - weight_map_of(self.index).keys())
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +146,7 @@ def scan(files: Files) -> Checkpoint:
     Raises:
         CheckpointError: the place itself cannot be listed, or does not answer any more.
     """
-    with _no_collection():
+    with no_collection():
         return _scan(files)
 
 
@@ -159,6 +158,8 @@ def _scan(files: Files) -> Checkpoint:
         faults.append(Fault("error", "config_missing", f"{files.name} lacks {CONFIG}.", _AGAIN, CONFIG))
     index = _json_of(files, INDEX, listed, faults) if INDEX in listed else None
     names = _shard_names(files, index, listed, faults)
+    if any(fault.code == "index_broken" for fault in faults):
+        index = None
     tensors: dict[str, TensorEntry] = {}
     twice: dict[tuple[str, str], list[str]] = {}
     for found in in_parallel(files, lambda name: _header_or_fault(files, name, listed[name].size), names):
@@ -268,8 +269,9 @@ def _refuse(number: str) -> None:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Hundreds of thousands of objects are made and none is garbage: looking for it takes a third of the time."""
+def no_collection() -> Iterator[None]:
+    """Leave the garbage collector off: of hundreds of thousands of new objects none is garbage, and looking for some
+    takes a third of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

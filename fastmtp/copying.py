@@ -1,7 +1,8 @@
 """Files of a new directory that are files of an old one: as a reflink, a hard link or a copy; or with ranges replaced.
 
 Nothing here opens a source for writing, and nothing writes to a file that exists: a target is new, or it is an error.
-What is copied is hashed on the way and read back once; what is linked is the source's own bytes, which the kernel says.
+What is written is hashed on the way and compared with its source; what is linked is the source's own file, which the
+kernel says.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import errno
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from fastmtp.errors import InputError, IntegrityError
 from fastmtp.files import BLOCK
+from fastmtp.hashing import remember
 from fastmtp.stage import FileEntry
 
 Mode = Literal["auto", "reflink", "hardlink", "copy"]
@@ -31,7 +33,7 @@ _NO_LINK = {
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes `begin` to `end` of `path`, or `data` where that is given. `replaced` says that they are not the source's.
+    """Bytes `begin` to `end` of `path`, or `data` where there is none.
 
     `cast` turns a block of them into what is written; every block but the last has `BLOCK` bytes.
     """
@@ -40,7 +42,6 @@ class Piece:
     begin: int
     end: int
     data: bytes = b""
-    replaced: bool = False
     cast: Callable[[bytes], bytes] | None = None
 
     @property
@@ -94,40 +95,32 @@ def link(source: Path, target: Path, how: Link) -> FileEntry:
     return FileEntry(size=made.st_size, link=how, mtime_ns=made.st_mtime_ns)
 
 
-def assemble(pieces: Iterable[Piece], target: Path, on_bytes: Callable[[int], None]) -> FileEntry:
+def assemble(pieces: Sequence[Piece], target: Path, on_bytes: Callable[[int], None]) -> FileEntry:
     """Write `pieces` one after the other into the new file `target`, in flat memory, and prove it.
 
-    What came from the source is hashed as it is read; then the written file is read back, and what lies outside the
-    replaced ranges must have that hash.
+    What is written is hashed on the way; then the file is read back and compared with the pieces, byte by byte, while
+    the disk makes it durable.
 
     Raises:
-        IntegrityError: what was written is not what was read, or a source ended early.
+        IntegrityError: the file does not hold what the pieces give, or a source ended early.
     """
-    kept: list[tuple[int, int]] = []
-    read = hashlib.sha256()
-    position = 0
-    with target.open("xb", buffering=0) as file:
-        for piece in pieces:
-            begin = position
-            for block in _blocks(piece):
-                if not piece.replaced:
-                    read.update(block)
-                written = memoryview(block)
-                while written:
-                    count = file.write(written)
-                    position += count
-                    written = written[count:]
-                on_bytes(len(block))
-            if not piece.replaced:
-                kept.append((begin, position))
-        # Reading back overlaps with the disk's work.
-        with ThreadPoolExecutor(1) as pool:
-            durable = pool.submit(os.fsync, file.fileno())
-            sha256, outside = _read_back(target, kept, on_bytes)
-            durable.result()
-    if outside != read.hexdigest() or target.stat().st_size != position:
-        raise IntegrityError(f"{target} does not hold what was read for it.")
-    return FileEntry(size=position, sha256=sha256)
+    digest = hashlib.sha256()
+    with target.open("xb") as file, ThreadPoolExecutor(1) as beside:
+        hashed: Future[None] | None = None
+        for block in blocks_of(pieces):
+            file.write(block)
+            if hashed:
+                hashed.result()
+            hashed = beside.submit(digest.update, block)
+            on_bytes(len(block))
+        file.flush()
+        durable = beside.submit(os.fsync, file.fileno())
+        size = _compare(target, pieces, on_bytes)
+        durable.result()
+    if size >= BLOCK:
+        # Publishing then need not read it again.
+        remember(target, digest.hexdigest())
+    return FileEntry(size=size, sha256=digest.hexdigest())
 
 
 def blocks_of(pieces: Iterable[Piece]) -> Iterator[bytes]:
@@ -178,22 +171,14 @@ def _blocks(piece: Piece) -> Iterator[bytes]:
             yield piece.cast(block) if piece.cast else block
 
 
-def _read_back(path: Path, kept: list[tuple[int, int]], on_bytes: Callable[[int], None]) -> tuple[str, str]:
-    """sha256 of a file, and of its ranges `kept` alone."""
-    every, outside = hashlib.sha256(), hashlib.sha256()
-    ranges = iter([*kept, (1 << 62, 1 << 62)])
-    begin, end = next(ranges)
-    position = 0
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
-        while block := file.read(BLOCK):
-            hashed = pool.submit(every.update, block)
-            last = position + len(block)
-            while begin < last:
-                outside.update(memoryview(block)[max(begin, position) - position : min(end, last) - position])
-                if end > last:
-                    break
-                begin, end = next(ranges)
-            position = last
-            hashed.result()
+def _compare(path: Path, pieces: Sequence[Piece], on_bytes: Callable[[int], None]) -> int:
+    """Read a file beside the pieces it was made of. Returns its size; raises IntegrityError where they differ."""
+    with path.open("rb") as file:
+        for block in blocks_of(pieces):
+            if file.read(len(block)) != block:
+                raise IntegrityError(f"{path} does not hold what was written to it, before byte {file.tell()}.")
             on_bytes(len(block))
-    return every.hexdigest(), outside.hexdigest()
+        size = file.tell()
+        if file.read(1):
+            raise IntegrityError(f"{path} is longer than what was written to it.")
+    return size

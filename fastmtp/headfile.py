@@ -74,7 +74,7 @@ def _piece(path: Path, entry: TensorEntry, own: TensorEntry, part: tuple[int, in
     """All of an entry, or bytes `part` of it, as `own` is stored."""
     begin, end = part or (0, entry.nbytes)
     cast = None if entry.dtype == own.dtype else _cast(entry.dtype, own.dtype, entry.key)
-    return Piece(path, entry.begin + begin, entry.begin + end, replaced=True, cast=cast)
+    return Piece(path, entry.begin + begin, entry.begin + end, cast=cast)
 
 
 def _split_from_fused(path: Path, entries: Mapping[str, TensorEntry], key: str, own: TensorEntry) -> list[Piece]:

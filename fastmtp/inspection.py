@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from fastmtp.backbone import check_backbone
-from fastmtp.checkpoint import CONFIG, Checkpoint, Fault, TensorEntry, scan
+from fastmtp.checkpoint import CONFIG, Checkpoint, Fault, TensorEntry, no_collection, scan
 from fastmtp.errors import CheckpointError
 from fastmtp.families import family_of
 from fastmtp.families.base import text_config
@@ -80,6 +80,11 @@ class Inspection(BaseModel):
 
 def look(model: str | Path) -> tuple[Checkpoint, HeadInfo | None, list[Fault]]:
     """Scan a model and judge all of it. Raises CheckpointError only where the place itself cannot be read."""
+    with no_collection():
+        return _look(model)
+
+
+def _look(model: str | Path) -> tuple[Checkpoint, HeadInfo | None, list[Fault]]:
     checkpoint = scan(open_files(model))
     faults = list(checkpoint.faults)
     head = None

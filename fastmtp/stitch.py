@@ -92,7 +92,7 @@ class _Stitch:
         written: dict[str, list[Piece]] = {name: self._shard(name) for name in self.native.files}
         written |= {name: whole(self.root / name) for name in names if name not in self.source.shards}
         if self.mend:
-            written[INDEX] = [Piece(None, 0, 0, data=self._index(), replaced=True)]
+            written[INDEX] = [Piece(None, 0, 0, data=self._index())]
         linked: dict[str, Link] = {}
         for name in names:
             if name not in written:
@@ -135,7 +135,7 @@ class _Stitch:
         for entry in entries:
             if entry.key in own:
                 pieces += self.head[own[entry.key]]
-            elif pieces[-1].path == path and not pieces[-1].replaced:
+            elif (pieces[-1].path, pieces[-1].end) == (path, entry.begin):
                 pieces[-1] = Piece(path, pieces[-1].begin, entry.end)
             else:
                 pieces.append(Piece(path, entry.begin, entry.end))
@@ -149,7 +149,7 @@ class _Stitch:
             header = json.loads(file.read(end)[8:])
         text = json.dumps({self.renamed.get(key, key): value for key, value in header.items()}).encode()
         text += b" " * (-len(text) % 8)
-        return Piece(None, 0, 0, data=struct.pack("<Q", len(text)) + text, replaced=True)
+        return Piece(None, 0, 0, data=struct.pack("<Q", len(text)) + text)
 
     def _index(self) -> bytes:
         """An index of every tensor of every file, with what else the source's says."""

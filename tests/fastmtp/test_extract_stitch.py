@@ -334,9 +334,9 @@ def test_bytes_that_change_on_the_way_to_the_disk_are_noticed(tmp_path: Path, mo
                 file.write(b"\0")
         return original(path, *rest)  # type: ignore[arg-type]
 
-    original = copying._read_back
-    monkeypatch.setattr(copying, "_read_back", corrupting)
-    with pytest.raises(IntegrityError, match="does not hold what was read"):
+    original = copying._compare
+    monkeypatch.setattr(copying, "_compare", corrupting)
+    with pytest.raises(IntegrityError, match="does not hold what was written"):
         run_stitch(model, head, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
