@@ -145,15 +145,14 @@ def _count(
     checkpoint: Checkpoint, family: Family, config: Config, found: Mapping[str, TensorEntry], wrapper: str
 ) -> Iterator[Fault]:
     """Exactly one layer, declared and there."""
-    where, field = checkpoint.files.name, family.layers_field
+    where, field, prefix = checkpoint.files.name, family.layers_field, family.head_prefix(config)
     declared = family.layers_declared(config)
     layers = family.layers_default if declared is None else declared
     if not found:
-        states = f"though config.json says {field}: {declared}" if declared else f"and config.json has no {field}"
-        yield Fault(
-            "error", "head_lost" if declared else "head_none",
-            f"{where} has lost its MTP head: no tensor is named {family.head_prefix(config)}*, {states}.", _ORIGINAL,
-        )  # fmt: skip
+        says = f"has no {field}" if declared is None else f"says {field}: {declared}"
+        states = f"though {CONFIG} {says}" if declared else f"and {CONFIG} {says}"
+        what = f"{where} has {'lost its' if declared else 'no'} MTP head: no tensor is named {prefix}*, {states}."
+        yield Fault("error", "head_lost" if declared else "head_none", what, _ORIGINAL)
     elif layers == 0:
         what = f"{where} holds an MTP head, but config.json " + (
             f"says {field}: 0" if declared == 0 else f"has no {field}"
@@ -227,7 +226,7 @@ def _experts_there(found: Mapping[str, TensorEntry], key: str) -> str:
     if not _EXPERT.search(key):
         return ""
     there = sorted({int(match[1]) for key in found if (match := _EXPERT.search(key))})
-    return f" There are {len(there)} experts, numbered {there[0]} to {there[-1]}." if there else ""
+    return f" Experts found: {len(there)}, numbered {there[0]} to {there[-1]}." if there else ""
 
 
 def _serving(checkpoint: Checkpoint, prefix: str, wrapper: str, found: Mapping[str, TensorEntry]) -> Iterator[Fault]:
@@ -276,10 +275,15 @@ def _one(checkpoint: Checkpoint, suffix: str, head: str, config: Config, faults:
         if key.endswith(suffix) and key[: -len(suffix)][-1:] in ("", ".") and not key.startswith(head)
         and "visual" not in key
     ]  # fmt: skip
-    if len(entries) != 1:
-        what = f"{where} has {len(entries)} tensors named *{suffix}, not one."
+    if not entries:
         mend = "Set tie_word_embeddings: true if they are tied." if suffix.startswith("lm_head") else _ORIGINAL
-        faults.append(Fault("error", "shared_missing" if not entries else "shared_twice", what, mend))
+        faults.append(Fault("error", "shared_missing", f"{where} has no tensor named *{suffix}.", mend))
+        return None
+    if len(entries) > 1:
+        first, second = entries[:2]
+        what = f"{where} has {len(entries)} tensors named *{suffix}: {first.key} in {first.file}, {second.key} in "
+        what += f"{second.file}."
+        faults.append(Fault("error", "shared_twice", what, _ORIGINAL, second.file, second.key))
         return None
     entry = entries[0]
     shape = (config.get("vocab_size"), config.get("hidden_size"))

@@ -197,7 +197,7 @@ CASES = [
     Case("head_lost", "error", drop("mtp."), ("mtp.", "num_nextn_predict_layers: 1")),
     Case(
         "head_none", "error", both(drop("mtp_layers"), config(num_nextn_predict_layers=None)),
-        ("model.mtp_layers.0.", "num_nextn_predict_layers"), family="mimo",
+        ("has no MTP head", "model.mtp_layers.0.", "has no num_nextn_predict_layers"), family="mimo",
     ),
     Case("head_undeclared", "error", config(num_nextn_predict_layers=0), ("num_nextn_predict_layers: 0", CONFIG)),
     Case("head_several", "error", config(num_nextn_predict_layers=2), ("num_nextn_predict_layers: 2",)),
@@ -213,7 +213,7 @@ CASES = [
     Case("head_unlisted", "warning", index(_forget), (LAST, "omits mtp.fc.weight")),
     Case("head_not_exempt", "warning", config(quantization_config=FP8), ("fp8", "mtp")),
     Case("shared_missing", "error", drop("lm_head"), ("lm_head.weight", "tie_word_embeddings")),
-    Case("shared_twice", "error", store("second.lm_head.weight", "BF16", [16, 8], 2), ("lm_head.weight", "2 tensors")),
+    Case("shared_twice", "error", store("second.lm_head.weight", "BF16", [16, 8], 2), ("second.lm_head", "2 tensors")),
     Case("shared_quantised", "error", store("lm_head.weight", "I8", [16, 8], 1), ("lm_head.weight", "I8", LAST)),
     Case("shared_shape", "error", config(vocab_size=17), ("embed_tokens.weight", "[16, 8]", "[17, 8]", FIRST)),
     Case("layer_missing", "error", config(num_hidden_layers=3), ("model.layers.2.",)),

@@ -118,7 +118,7 @@ class TestE2Experts:
     def test_experts_0_and_2_are_an_error(self, tmp_path: Path) -> None:
         root = write(tmp_path / "m", family="qwen3.5-moe")
         rename("mtp.layers.0.mlp.experts.1.", "mtp.layers.0.mlp.experts.2.")(root)
-        with pytest.raises(CheckpointError, match=r"experts\.1\.down_proj.*There are 2 experts, numbered 0 to 2"):
+        with pytest.raises(CheckpointError, match=r"experts\.1\.down_proj.*Experts found: 2, numbered 0 to 2"):
             find_head(open_checkpoint(root))
         assert {("error", "head_incomplete"), ("error", "head_unexpected")} == codes(root)
 
