@@ -18,7 +18,10 @@ from fastmtp.errors import ConfigError
 from tests.fastmtp.fixtures import write_checkpoint
 from tests.fastmtp.test_checkpoint import drop
 
-VERBS = ["tiny-verifier", "extract", "prepare", "train", "stitch", "evaluate", "publish", "run"]
+VERBS = [
+    "tiny-verifier", "inspect", "families", "extract", "prepare", "train", "stitch", "verify", "evaluate", "publish",
+    "run",
+]  # fmt: skip
 
 
 def fastmtp(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
