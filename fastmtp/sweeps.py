@@ -85,13 +85,15 @@ def one_sweep(found: Found, states: Tensor, weight: Tensor, chunk_bytes: int) ->
     reference = torch.linalg.vecdot(states, targets.to(states.dtype)).float()
     norm, sums = torch.zeros_like(reference), found.slope
     size, width = _tile_of(states, vocabulary, chunk_bytes)
-    buffer = torch.empty(size * width, device=states.device)
+    # One buffer for all tiles, so that it stays in a CPU's cache; on a GPU the allocator does as well.
+    buffer = torch.empty(size * width) if states.device.type == "cpu" else None
     for begin in range(0, vocabulary, width):
         rows = weight[begin : begin + width].to(states.dtype)
         for part in _slices(count, size):
             tile = _logits(states[part], rows, buffer)
             highest, place = found.see(tile, part, begin)
-            if bool((highest > reference[part] + _MARGIN).any()):
+            # A GPU would have to wait for the answer, so there it is done every time.
+            if buffer is None or bool((highest > reference[part] + _MARGIN).any()):
                 raised = torch.maximum(reference[part], highest)
                 shrink = (reference[part] - raised).exp_()
                 reference[part] = raised
@@ -196,13 +198,14 @@ def _tile_of(states: Tensor, vocabulary: int, chunk_bytes: int) -> tuple[int, in
     return size, max(1, min(width, vocabulary, chunk_bytes // (4 * size)))
 
 
-def _logits(states: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """states [n, H] @ rows.T [H, w] in fp32, into `out`: [n, w], or a flat buffer with room for it."""
-    if out.dim() == 1:
+def _logits(states: Tensor, rows: Tensor, out: Tensor | None) -> Tensor:
+    """states [n, H] @ rows.T [H, w] in fp32, into `out` where given: [n, w], or flat with room for as much."""
+    if out is not None and out.dim() == 1:
         out = out[: len(states) * len(rows)].view(len(states), len(rows))
     if rows.dtype == torch.float32:
         return torch.mm(states, rows.T, out=out)
-    return out.copy_(torch.mm(states, rows.T, out_dtype=torch.float32))
+    made = torch.mm(states, rows.T, out_dtype=torch.float32)
+    return made if out is None else out.copy_(made)
 
 
 def _add_product(sums: Tensor, tile: Tensor, rows: Tensor) -> None:
