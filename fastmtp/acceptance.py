@@ -26,7 +26,9 @@ class Walk:
         """Walk one row.
 
         Args:
-            hits: hits[t][k] says whether the draft of step k at origin t is the token x_{t+k+2}; false beyond the row.
+            hits: hits[t][k] says whether the draft of step k at origin t is the token x_{t+k+2}. vLLM verifies a draft
+                to its end also where the answer ends inside it, so x_length, one beyond the row, counts where it is
+                known; false farther out.
             first: the last prompt position, where the first draft is made.
             length: tokens of the row; decoding ends when the last one is known.
         """

@@ -86,19 +86,24 @@ class Objective(nn.Module):
                 yield step, StepOutput(output.origins[kept], output.states[kept])
 
     def _drafts(self, rows: PackedRows | None) -> tuple[Tensor, Tensor]:
-        """See `forward`."""
+        """See `forward`. x_n, one beyond a row of n, is what the verifier itself would say there.
+
+        vLLM verifies a whole draft also where the answer ends inside it, and counts what it accepts beyond the end.
+        """
         if rows is None:
             return torch.empty(0), torch.empty(0, self.config.num_steps, dtype=torch.bool)
+        embedding, output_head = self.verifier
+        last = rows.remaining() == 0
+        following = rows.input_ids.roll(-1)
+        following[last] = (rows.hidden_states[last].to(output_head.dtype) @ output_head.T).argmax(-1)
         # Decoding lands on origins from the last prompt position on: where x_{t+1} is the assistant's.
         origins = torch.zeros_like(rows.loss_mask)
         origins[:-1] = rows.loss_mask[1:]
         origins &= rows.remaining() >= 2
         hits = torch.zeros(len(rows.input_ids), self.config.num_steps, dtype=torch.bool, device=origins.device)
-        for step, output in enumerate(self.head(rows, self.verifier[0], self.config.num_steps, origins)):
-            kept = rows.remaining()[output.origins] >= step + 2
-            places = output.origins[kept]
-            found = token_losses(output.states[kept], self.verifier[1], rows.input_ids[places + step + 2])
-            hits[places, step] = found.hits
+        for step, output in enumerate(self.head(rows, embedding, self.config.num_steps, origins)):
+            found = token_losses(output.states, output_head, following[output.origins + step + 1])
+            hits[output.origins, step] = found.hits
         return torch.empty(0), hits
 
     def _nothing(self) -> Tensor:
