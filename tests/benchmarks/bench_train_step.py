@@ -3,8 +3,8 @@
 One row, its second half supervised, K=3, a Qwen3-Next layer with 8 experts, H=512, fp32 on the CPU. The full size is
 T=2048 tokens and V=151,936; a smaller T and a smaller V show that cost grows with both and no faster, and a long row
 with a small vocabulary that memory does not grow with T squared. Ours and the products are timed in turns; the peer
-takes one step per size in its own interpreter, after a short one. Memory is what a fresh process grows by at its peak,
-embedding and output head included.
+takes one step per size in its own interpreter, after a short one: five to ten minutes in all. Memory is what a fresh
+process grows by at its peak, embedding and output head included.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def run() -> dict[str, Metric]:
         calls = {"ours": partial(train_step, made), "products": partial(products, made)}
         times = median_seconds(calls, repeats=3)
         del made, calls
-        peer, name = speculators(sizes), f"T{sizes.tokens}_V{sizes.vocabulary}"
+        name = f"T{sizes.tokens}_V{sizes.vocabulary}"
+        print(f"  {name}: ours {times['ours']:.1f} s, products {times['products']:.1f} s; now the peer", flush=True)
+        peer = speculators(sizes)
         seconds[sizes] = times["ours"]
         full = sizes == FULL
         found |= {
