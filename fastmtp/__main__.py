@@ -18,7 +18,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from fastmtp.errors import FastMTPError, GateRejected, InputError, IntegrityError
+from fastmtp import commands
+from fastmtp.console import AsJson, print_result
+from fastmtp.errors import FastMTPError, GateRejected, InputError
 from fastmtp.progress import Reporter
 from fastmtp.protocol import STAGES, Measurement, Report, Stage
 
@@ -49,7 +51,6 @@ class StitchMode(StrEnum):
     copy = "copy"
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file; `fastmtp run --help` shows one.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or hub id.")]
 AnyModel = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, s3:// prefix or hub id.")]
@@ -77,7 +78,7 @@ def tiny_verifier(
     recipe = tiny.Recipe(seed=seed, text_sha256=sha256_file(text) if text else None, **chosen)
     with Reporter("preflight", label="tiny-verifier") as reporter:
         manifest = tiny.build(out, recipe, reporter, text=text)
-    _print(manifest.model_dump(mode="json"), as_json, f"{out}: {manifest.summary['parameters']} parameters")
+    print_result(manifest.model_dump(mode="json"), as_json, f"{out}: {manifest.summary['parameters']} parameters")
 
 
 @app.command(epilog="Example: fastmtp inspect Qwen/Qwen3-Next-80B-A3B-Instruct --json")
@@ -91,7 +92,7 @@ def inspect(model: AnyModel, as_json: AsJson = False) -> None:
 
     found = look_at(model)
     if as_json:
-        _print(found.model_dump(mode="json"), as_json, "")
+        print_result(found.model_dump(mode="json"), as_json, "")
     else:
         Console().print(inspection_table(found))
     if not found.usable:
@@ -108,7 +109,7 @@ def families(
     from fastmtp.table import families_list
 
     if as_json or markdown:
-        _print({"families": rows()}, as_json, families_table())
+        print_result({"families": rows()}, as_json, families_table())
     else:
         Console().print(families_list(rows()))
 
@@ -122,7 +123,7 @@ def extract(model: AnyModel, out: Out, as_json: AsJson = False) -> None:
     with Reporter("extract") as reporter:
         manifest = run_extract(model, out, reporter)
     text = f"{out}: {len(manifest.summary['tensors'])} tensors, {size(manifest.summary['bytes'])}"
-    _print(manifest.model_dump(mode="json"), as_json, text)
+    print_result(manifest.model_dump(mode="json"), as_json, text)
 
 
 @app.command(epilog="Example: fastmtp prepare job.yaml --out ./data")
@@ -137,7 +138,7 @@ def prepare(job: JobFile, out: Out, as_json: AsJson = False) -> None:
         manifest = run_prepare(resolve_model(spec.model), spec.data, out, reporter)
     summary = manifest.summary
     text = f"{out}: {summary['rows']} of {summary['rows_in']} rows, {summary['tokens_supervised']} supervised tokens"
-    _print(manifest.model_dump(mode="json"), as_json, text)
+    print_result(manifest.model_dump(mode="json"), as_json, text)
 
 
 @app.command(epilog="Example: fastmtp train job.yaml --head ./head --data ./data --out ./tuned")
@@ -161,13 +162,13 @@ def train(
     spec = JobSpec.from_yaml(job)
     if dry_run:
         found = plan(resolve_model(spec.model), head, data, spec.train, out)
-        _print(found, as_json, str(found["text"]))
+        print_result(found, as_json, str(found["text"]))
         return
     with Reporter("train") as reporter:
         manifest = run_train(resolve_model(spec.model), head, data, spec.train, out, reporter)
     best = manifest.summary["best"]["mean_acceptance_length"]
     text = f"{out}: {manifest.summary['steps']} steps, held-out mean acceptance length {best:.3f}; see {out}/curves.png"
-    _print(manifest.model_dump(mode="json"), as_json, text)
+    print_result(manifest.model_dump(mode="json"), as_json, text)
 
 
 @app.command(epilog="Example: fastmtp stitch ./tiny --head ./tuned --out ./checkpoint")
@@ -200,30 +201,7 @@ def stitch(
     text += f"{size(found['bytes_written'])} written" + (
         f", {len(found['links'])} shards as {links[0]}s" if links else ""
     )
-    _print(manifest.model_dump(mode="json"), as_json, text)
-
-
-@app.command(epilog="Example: fastmtp verify ./tiny ./checkpoint")
-def verify(
-    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint directory, s3:// prefix or hub id.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
-    as_json: AsJson = False,
-) -> None:
-    """Say what differs between two checkpoints, by tensor, and whether that is exactly the head.
-
-    Exit code 1 when it is more than the head.
-    """
-    from fastmtp.compare import compare
-    from fastmtp.table import comparison_table
-
-    with Reporter("stitch", label="verify") as reporter:
-        found = compare(a, b, reporter)
-    if as_json:
-        _print(found.model_dump(mode="json"), as_json, "")
-    else:
-        Console().print(comparison_table(found))
-    if found.verdict == "more than the head":
-        raise typer.Exit(IntegrityError.exit_code)
+    print_result(manifest.model_dump(mode="json"), as_json, text)
 
 
 @app.command(epilog="Example: fastmtp evaluate job.yaml --base ./tiny --tuned ./checkpoint --out ./evaluation")
@@ -246,28 +224,13 @@ def evaluate(
     summary = manifest.summary
     _show({name: Measurement.model_validate(summary[name]) for name in heads}, as_json)
     gate = summary["gate"]
-    _print(manifest.model_dump(mode="json"), as_json, f"gate: {gate['reason']}; plot: {out}/acceptance.png")
+    print_result(manifest.model_dump(mode="json"), as_json, f"gate: {gate['reason']}; plot: {out}/acceptance.png")
     if not gate["passed"]:
         raise typer.Exit(GateRejected.exit_code)
 
 
-@app.command(epilog="Example: fastmtp publish ./checkpoint --to s3://models/qwen3-next-fastmtp/")
-def publish(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Result of stitch.")],
-    to: Annotated[str, typer.Option(help="s3://bucket/prefix/ or file:///directory/.")],
-    receipt: Annotated[Path | None, typer.Option(help="Directory for the receipt; beside the checkpoint.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Upload a stitched checkpoint as a version, read every object back, write the manifest last. No gate is asked."""
-    from fastmtp import storage
-    from fastmtp.publish import identity, publish_checkpoint
-
-    storage.probe(to)
-    about = {"verifier": identity(checkpoint)}
-    place = receipt or checkpoint.with_name(f"{checkpoint.name}.published")
-    with Reporter("publish") as reporter:
-        manifest = publish_checkpoint(checkpoint, to, place, about, reporter)
-    _print(manifest.model_dump(mode="json"), as_json, f"published: {manifest.summary['uri']}")
+for _command, _example in commands.WITH_EXAMPLES:
+    app.command(epilog=f"Example: fastmtp {_example}")(_command)
 
 
 @app.command(epilog=JOB_EXAMPLE)
@@ -288,14 +251,14 @@ def run(
     root = workdir or Path("runs") / job.stem
     if dry_run:
         summary = check_job(spec, Policy.from_env())
-        _print({"plan": list(STAGES), "workdir": str(root), **summary}, as_json, _plan(summary, root))
+        print_result({"plan": list(STAGES), "workdir": str(root), **summary}, as_json, _plan(summary, root))
         return
     if only is not None:
         if only not in STAGES:
             raise InputError(f"--only {only} is no stage.", mend=f"Stages are {', '.join(STAGES)}.")
         stage: Stage = next(stage for stage in STAGES if stage == only)
         result = pipeline.run_one(stage, pipeline.open_workdir(root, spec), spec)
-        _print(result, as_json, json.dumps(result["summary"], indent=1))
+        print_result(result, as_json, json.dumps(result["summary"], indent=1))
         return
     try:
         report = pipeline.run(spec, root, job_id=job_id)
@@ -309,7 +272,7 @@ def _finish(report: Report, root: Path, as_json: bool) -> None:
     _show(figures, as_json)
     where = report.published or "nothing published"
     text = f"{report.status}: {report.gate.get('reason', '')}\n{where}\nreport: {root}/report.json"
-    _print(report.model_dump(mode="json"), as_json, text)
+    print_result(report.model_dump(mode="json"), as_json, text)
     if report.status == "rejected":
         raise typer.Exit(GateRejected.exit_code)
 
@@ -330,10 +293,6 @@ def _print_markdown(text: str, *, stderr: bool) -> None:
     from rich.markdown import Markdown
 
     Console(stderr=stderr).print(Markdown(text))
-
-
-def _print(value: dict[str, Any], as_json: bool, text: str) -> None:
-    sys.stdout.write((json.dumps(value) if as_json else text) + "\n")
 
 
 def _fail(error: FastMTPError) -> int:

@@ -162,21 +162,46 @@ class PublishConfig(_Strict):
     """Where the result goes."""
 
     uri: str = Field(description="s3://bucket/prefix/ or file:///directory/; each result becomes a version below it.")
+    base: str | None = Field(
+        None, description="Where the model lies in the same store, so that unchanged shards need not be sent."
+    )
+    unchanged: Literal["copy", "refer"] = Field(
+        "copy",
+        description="Shards that the store has already: copied, so that a version is a whole directory; or referred to"
+        " where they lie, which takes no time and no room (`fastmtp fetch` brings them together).",
+    )
+    alias: str | None = Field(
+        None, pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Name to move to the new version, beside `latest`."
+    )
+    keep: int | None = Field(
+        None, ge=1, description="Newest versions to keep; older ones are deleted, never one that an alias names."
+    )
+    storage_class: str | None = Field(None, pattern=r"^[A-Z_]+$", description="S3 storage class of what is written.")
+    kms_key: str | None = Field(None, min_length=1, description="Encrypt with SSE-KMS under this key id.")
+    tags: dict[str, str] = Field(default_factory=dict, max_length=10, description="S3 object tags.")
 
-    @field_validator("uri")
+    @field_validator("uri", "base")
     @classmethod
-    def _known_scheme(cls, value: str) -> str:
+    def _known_scheme(cls, value: str | None) -> str | None:
+        if value is None:
+            return value
         if not value.startswith(("s3://", "file://")):
             raise ValueError("must start with s3:// or file://")
         if "@" in value.split("://", 1)[1].split("/", 1)[0]:
             raise ValueError("must not hold credentials; give the worker a profile or environment instead")
         return value
 
+    @model_validator(mode="after")
+    def _one_store(self) -> PublishConfig:
+        if self.base and self.base.split("://")[0] != self.uri.split("://")[0]:
+            raise ValueError("base must be in the store of uri")
+        return self
+
 
 class JobSpec(_Strict):
     """One fine-tuning job, as a user writes it."""
 
-    model: str = Field(min_length=1, description="Checkpoint directory, or hub id where the operator allows it.")
+    model: str = Field(min_length=1, description="Checkpoint directory, s3:// prefix or published version, or hub id.")
     data: DataConfig
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig

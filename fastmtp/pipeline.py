@@ -15,7 +15,9 @@ from typing import Any
 
 from fastmtp.config import JobSpec
 from fastmtp.errors import ConfigError, FastMTPError, GateRejected, InputError
+from fastmtp.fetch import cached_model
 from fastmtp.files import is_hub, is_local, local_path
+from fastmtp.hashing import cache_directory
 from fastmtp.hub import hub_snapshot
 from fastmtp.preflight import Policy, check_job
 from fastmtp.progress import Reporter
@@ -154,15 +156,22 @@ def build_report(workdir: Workdir, job_id: str, error: dict[str, str] | None = N
     return report
 
 
-def resolve_model(model: str) -> Path:
-    """A local directory with the model: as named, or downloaded from the hub (its cache is used)."""
+def resolve_model(model: str, reporter: Reporter | None = None) -> Path:
+    """A local directory with the model: as named, or brought here from S3 or the hub (the caches are used)."""
     if is_local(model):
         return local_path(model).resolve()
+    if model.startswith("s3://"):
+        return cached_model(model, reporter or Reporter("preflight", quiet=True), _allowed)
     if not is_hub(model):
         raise InputError(
-            f"{model}: models are read from a directory or the hub.", mend="Download it first.", pointer="/model"
+            f"{model} is neither a path, an s3:// prefix nor a hub id.", mend="Name one of these.", pointer="/model"
         )
     return hub_snapshot(model)
+
+
+def _allowed(uri: str) -> None:
+    """Raise ConfigError for a file that a version refers to and this service may not read."""
+    Policy.from_env().require_source(uri, "/model")
 
 
 def _preflight(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
@@ -181,7 +190,11 @@ def _preflight(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str,
 
 def _require_room(workdir: Workdir, spec: JobSpec, summary: dict[str, Any]) -> None:
     """Room for head, tuned head and stitched checkpoint. Unchanged shards are links on the model's own file system."""
-    linked = is_local(spec.model) and local_path(spec.model).stat().st_dev == workdir.root.stat().st_dev
+    if is_local(spec.model):
+        place = local_path(spec.model)
+    else:
+        place = next(path for path in (cache_directory(), *cache_directory().parents) if path.exists())
+    linked = not is_hub(spec.model) and place.stat().st_dev == workdir.root.stat().st_dev
     needed = summary["stitch_bytes" if linked else "stitch_bytes_as_copy"] + 2 * summary["head_bytes"]
     free = shutil.disk_usage(workdir.root).free
     if needed > free:
@@ -194,35 +207,43 @@ def _require_room(workdir: Workdir, spec: JobSpec, summary: dict[str, Any]) -> N
 def _extract(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
     from fastmtp.extract import extract
 
-    return _dump(extract(resolve_model(spec.model), workdir.head, reporter, replace=True))
+    return _dump(extract(resolve_model(spec.model, reporter), workdir.head, reporter, replace=True))
 
 
 def _prepare(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
     from fastmtp.data.prepare import prepare
 
-    return _dump(prepare(resolve_model(spec.model), spec.data, workdir.data, reporter, replace=True))
+    return _dump(prepare(resolve_model(spec.model, reporter), spec.data, workdir.data, reporter, replace=True))
 
 
 def _train(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
     from fastmtp.train import train
 
-    model = resolve_model(spec.model)
+    model = resolve_model(spec.model, reporter)
     return _dump(train(model, workdir.head, workdir.data, spec.train, workdir.tuned, reporter, replace=True))
 
 
 def _stitch(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
     from fastmtp.stitch import stitch
 
-    return _dump(stitch(resolve_model(spec.model), workdir.tuned, workdir.checkpoint, reporter, replace=True))
+    return _dump(stitch(resolve_model(spec.model, reporter), workdir.tuned, workdir.checkpoint, reporter, replace=True))
 
 
 def _evaluate(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
     from fastmtp.evaluate import evaluate
 
-    model = resolve_model(spec.model)
+    model = resolve_model(spec.model, reporter)
     heads = {"base": model, "tuned": workdir.checkpoint}
-    if spec.publish and fetch_incumbent(spec.publish.uri, model, workdir.incumbent, reporter):
-        heads["incumbent"] = workdir.incumbent
+    if spec.publish:
+        own = spec.publish.uri.rstrip("/") + "/"
+        found = fetch_incumbent(
+            spec.publish.uri,
+            model,
+            workdir.incumbent,
+            reporter,
+            lambda uri: None if uri.startswith(own) else _allowed(uri),
+        )
+        heads |= {"incumbent": workdir.incumbent} if found else {}
     return _dump(evaluate(heads, spec.evaluate, spec.gate, workdir.evaluation, reporter, replace=True))
 
 
@@ -232,8 +253,9 @@ def _publish(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, A
     evaluation = read_manifest(workdir.evaluation).summary
     if not evaluation["gate"]["passed"]:
         raise GateRejected(evaluation["gate"]["reason"])
-    about = {"verifier": identity(resolve_model(spec.model)), "model": spec.model, "evaluation": evaluation}
-    return _dump(publish_checkpoint(workdir.checkpoint, spec.publish.uri, workdir.published, about, reporter))
+    model = resolve_model(spec.model, reporter)
+    about = {"verifier": identity(model), "model": spec.model, "evaluation": evaluation}
+    return _dump(publish_checkpoint(workdir.checkpoint, spec.publish, workdir.published, about, reporter, model=model))
 
 
 def _dump(manifest: Manifest) -> dict[str, Any]:

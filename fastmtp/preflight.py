@@ -63,6 +63,8 @@ def check_job(spec: JobSpec, policy: Policy) -> dict[str, Any]:
     policy.require_source(spec.evaluate.prompts, "/evaluate/prompts")
     if spec.publish:
         policy.require_destination(spec.publish.uri, "/publish/uri")
+        if spec.publish.base:
+            policy.require_source(spec.publish.base, "/publish/base")
     summary: dict[str, Any] = {"model": spec.model}
     with _pointing_at("/model"):
         try:
@@ -85,11 +87,6 @@ def check_job(spec: JobSpec, policy: Policy) -> dict[str, Any]:
 
 def check_model(model: str, policy: Policy) -> dict[str, Any]:
     """Judge a model from its headers, and its norms. Raises CheckpointError unless a job can use it as it is."""
-    if model.startswith("s3://"):
-        raise CheckpointError(
-            f"{model}: a job reads its model from a directory or the hub.",
-            mend=f"Copy it to the worker first: aws s3 sync {model} DIRECTORY. `fastmtp inspect` reads it where it is.",
-        )
     checkpoint, head, faults = look(model)
     require(faults, serving=True)
     assert head is not None

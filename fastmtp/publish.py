@@ -3,69 +3,77 @@
 from __future__ import annotations
 
 import json
-import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
-from fastmtp import storage
+from pydantic import ValidationError
+
 from fastmtp.checkpoint import open_checkpoint
-from fastmtp.errors import IntegrityError
+from fastmtp.config import PublishConfig
+from fastmtp.errors import ConfigError, IntegrityError
+from fastmtp.fetch import Allow, Source, fetch, read_record
+from fastmtp.hashing import remembered, sha256_all
 from fastmtp.progress import Reporter
-from fastmtp.stage import (
-    MANIFEST,
-    FileEntry,
-    Manifest,
-    digest_of,
-    read_manifest,
-    run_stage,
-    sha256_file,
-    write_atomic,
-)
+from fastmtp.stage import FileEntry, Manifest, digest_of, read_manifest, run_stage
+from fastmtp.storage import latest
+from fastmtp.stores.settings import StoreSettings
+from fastmtp.table import size
+from fastmtp.upload import Options, check_sizes, publish
 
 RECEIPT = "receipt.json"
 
 
 def publish_checkpoint(
-    checkpoint: Path, uri: str, receipt_dir: Path, about: dict[str, Any], reporter: Reporter
+    checkpoint: Path,
+    config: PublishConfig,
+    receipt_dir: Path,
+    about: dict[str, Any],
+    reporter: Reporter,
+    *,
+    model: Path | None = None,
 ) -> Manifest:
-    """Publish a stitched checkpoint below `uri`; the result is a receipt with each object's URI, size and sha256."""
+    """Publish a stitched checkpoint; the result is a receipt with each object's URI, size and sha256.
+
+    Args:
+        model: the checkpoint it was stitched from: where that was fetched, the store is known to have its files.
+
+    Raises:
+        DestinationError: the store refused; the same call goes on from there.
+        IntegrityError: a file is not what it was when it was stitched, or not what arrived.
+    """
     stitched = read_manifest(checkpoint)
-    total = sum(entry.size for entry in stitched.files.values())
+    options = options_of(config, model)
+    if config.uri.startswith("s3://"):
+        check_sizes(stitched.files, options.settings)
 
     def body(directory: Path) -> dict[str, Any]:
         files = _hashed(checkpoint, stitched.files, reporter)
         version = f"v-{digest_of({name: entry.sha256 for name, entry in files.items()})[:12]}"
-        reporter.phase(f"uploading to {uri}", total, "bytes")
-        sent = 0
-
-        def on_bytes(count: int) -> None:
-            nonlocal sent
-            sent += count
-            reporter.advance(sent)
-
-        manifest = storage.publish(checkpoint, uri, version, files, about, on_bytes)
+        total = sum(entry.size for entry in files.values())
+        reporter.phase(f"publishing to {config.uri}", total, "bytes")
+        manifest = publish(checkpoint, config.uri, version, files, about, Counter(reporter), options)
         (directory / RECEIPT).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         artifacts = [{key: item[key] for key in ("uri", "size", "sha256")} for item in manifest["files"]]
-        return {"uri": f"{uri.rstrip('/')}/{version}", "version": version, "artifacts": artifacts}
+        return {"uri": f"{config.uri.rstrip('/')}/{version}", "version": version, "artifacts": artifacts}
 
     inputs = {"checkpoint": stitched.digest(), "about": digest_of(about)}
     return run_stage(
-        "publish", receipt_dir, config={"uri": uri}, inputs=inputs, body=body, reporter=reporter, replace=True
+        "publish", receipt_dir, config=config.model_dump(mode="json"), inputs=inputs, body=body, reporter=reporter,
+        replace=True,
+    )  # fmt: skip
+
+
+def options_of(config: PublishConfig, model: Path | None) -> Options:
+    """How a job wants it published, on top of what the environment says."""
+    settings = StoreSettings.from_env().chosen(
+        kms_key=config.kms_key, storage_class=config.storage_class, tags=config.tags
     )
-
-
-def _hashed(directory: Path, files: dict[str, FileEntry], reporter: Reporter) -> dict[str, FileEntry]:
-    """Every file with its sha256: a version is named by content. Links were not read when they were made."""
-    links = {name for name, entry in files.items() if entry.sha256 is None}
-    reporter.phase("hashing shards", sum(files[name].size for name in links), "bytes")
-    found, done = dict(files), 0
-    for name in sorted(links):
-        if not files[name].matches(directory / name):
-            raise IntegrityError(f"{directory / name} is not the file that was linked.")
-        found[name] = FileEntry(size=files[name].size, sha256=sha256_file(directory / name))
-        done += files[name].size
-        reporter.advance(done, note=name)
-    return found
+    record = read_record(model) if model else None
+    return Options(
+        base=config.base, known=tuple(record["files"]) if record else (), unchanged=config.unchanged,
+        alias=config.alias, keep=config.keep, settings=settings,
+    )  # fmt: skip
 
 
 def identity(model: Path) -> str:
@@ -75,22 +83,65 @@ def identity(model: Path) -> str:
     return digest_of([checkpoint.config, tensors])
 
 
-def fetch_incumbent(uri: str, model: Path, target: Path, reporter: Reporter) -> bool:
-    """Bring what is published below `uri` into `target`, if something of the same model is. Returns whether."""
-    manifest = storage.latest(uri)
+def fetch_incumbent(uri: str, model: Path, target: Path, reporter: Reporter, allow: Allow | None = None) -> bool:
+    """Bring what is published below `uri` into `target`, if something of the same model is. Returns whether.
+
+    Shards that are the model's own are linked, not fetched.
+    """
+    manifest = latest(uri)
     if manifest is None:
         return False
     if manifest.get("verifier") != identity(model):
         reporter.say("what is published here is of another model and is not compared")
         return False
-    marker = target / MANIFEST
-    if marker.is_file() and json.loads(marker.read_bytes()).get("version") == manifest["version"]:
-        return True
-    reporter.phase(f"fetching what is published, {manifest['version']}")
-    temporary = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    storage.fetch(uri, manifest, temporary)
-    write_atomic(temporary / MANIFEST, json.dumps(manifest).encode())
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
+    source = Source(f"{uri.rstrip('/')}/{manifest['version']}", manifest["version"], manifest["files"])
+    fetch(source, target, reporter, reuse=[model], allow=allow)
     return True
+
+
+def config_of(**fields: Any) -> PublishConfig:  # noqa: ANN401
+    """A destination as the command line names it. Raises ConfigError for what no destination can be."""
+    try:
+        return PublishConfig.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{first['loc'][0]}: {first['msg']}.", mend="`fastmtp publish --help` shows one.") from error
+
+
+def plan(checkpoint: Path, config: PublishConfig) -> dict[str, Any]:
+    """What publishing would send at most, and in how many parts, from sizes alone. Reads no file and no store."""
+    files = read_manifest(checkpoint).files
+    total = sum(entry.size for entry in files.values())
+    parts = check_sizes(files, options_of(config, None).settings) if config.uri.startswith("s3://") else {}
+    text = f"{len(files)} files, {size(total)} at most, in {sum(parts.values()) or len(files)} parts, to {config.uri}"
+    return {"uri": config.uri, "files": len(files), "bytes": total, "parts": parts, "text": text}
+
+
+class Counter:
+    """Adds up bytes for a reporter, from any thread."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter, self._lock, self._done = reporter, threading.Lock(), 0
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._reporter.advance(self._done)
+
+
+def _hashed(directory: Path, files: dict[str, FileEntry], reporter: Reporter) -> dict[str, FileEntry]:
+    """Every file with its sha256: a version is named by content. Links were not read when they were made."""
+    for name, entry in files.items():
+        if not entry.matches(directory / name):
+            raise IntegrityError(f"{directory / name} is not the file that was stitched or linked.")
+    unread = [directory / name for name in files if remembered(directory / name) is None]
+    reporter.phase("hashing", sum(path.stat().st_size for path in unread), "bytes")
+    sha256_all(unread, Counter(reporter))
+    digests = sha256_all(directory / name for name in files)
+    found = {}
+    for name, entry in files.items():
+        sha256 = digests[directory / name]
+        if entry.sha256 not in (None, sha256):
+            raise IntegrityError(f"{directory / name} is not what its manifest says.")
+        found[name] = FileEntry(size=entry.size, sha256=sha256)
+    return found

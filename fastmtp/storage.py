@@ -1,153 +1,50 @@
-"""s3:// and file://: publish a directory as a version, manifest last, verified; find, read and fetch what is published.
+"""What is published below a URI, s3:// or file://: versions, the pointers that name one, and whether they are whole.
 
-    URI/VERSION/...            the files
-    URI/VERSION/manifest.json  written when every file is there and was read back: a version without one does not exist
+    URI/VERSION/...            the files of a version, under the names that vLLM looks for
+    URI/VERSION/manifest.json  written last: a version without one does not exist; it never changes
     URI/latest.json            names the version published last
+    URI/aliases/NAME.json      names a version, moved by hand or by a job
+    URI/.fastmtp/              claims of writers, and what they have begun
 
-A version is named by its content, so publishing the same bytes again changes nothing. Credentials come from boto3's own
-chain (environment, profile, instance role) and from nowhere else. Loads no torch.
+Credentials come from boto3's own chain (environment, profile, instance role) and from nowhere else. `fastmtp.upload`
+writes versions, `fastmtp.fetch` brings them here. Loads no torch.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import os
-import shutil
+import re
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
-import boto3
-from boto3.s3.transfer import TransferConfig
-from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from fastmtp.errors import DataError, DestinationError, InputError, IntegrityError
+from fastmtp.stage import MANIFEST
+from fastmtp.stores import begun
+from fastmtp.stores.base import (
+    ERRORS,
+    Conflict,
+    ObjectInfo,
+    Store,
+    explained,
+    locate,
+    open_store,
+    reason,
+    sha256_of,
+    whole,
+)
+from fastmtp.stores.claim import Claim
+from fastmtp.stores.parts import undecorated
+from fastmtp.stores.s3 import s3_client
 
-from fastmtp.errors import DataError, DestinationError, IntegrityError
-from fastmtp.stage import MANIFEST, FileEntry, write_atomic
+__all__ = ["latest", "probe", "read_bytes", "reason", "s3_client", "verify"]
 
 LATEST = "latest.json"
-_BLOCK = 4 << 20
-
-
-class Store(Protocol):
-    """One place that holds objects below a prefix. Keys are relative, with forward slashes."""
-
-    def check(self) -> None: ...
-    def put_file(self, key: str, path: Path, on_bytes: Callable[[int], None]) -> None: ...
-    def put_bytes(self, key: str, data: bytes) -> None: ...
-    def blocks(self, key: str) -> Iterator[bytes]: ...
-    def size(self, key: str) -> int | None: ...
-    def delete(self, key: str) -> None: ...
-    def uri(self, key: str) -> str: ...
-
-
-class FileStore:
-    """A local directory."""
-
-    def __init__(self, uri: str) -> None:
-        self._root = Path(urlsplit(uri).path)
-
-    def check(self) -> None:
-        """Raise OSError where the directory neither exists nor can be made."""
-        self._root.mkdir(parents=True, exist_ok=True)
-
-    def put_file(self, key: str, path: Path, on_bytes: Callable[[int], None]) -> None:
-        target = self._root / key
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            shutil.copyfile(path, temporary)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-        on_bytes(path.stat().st_size)
-
-    def put_bytes(self, key: str, data: bytes) -> None:
-        target = self._root / key
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, data)
-
-    def blocks(self, key: str) -> Iterator[bytes]:
-        with (self._root / key).open("rb") as file:
-            while block := file.read(_BLOCK):
-                yield block
-
-    def size(self, key: str) -> int | None:
-        path = self._root / key
-        return path.stat().st_size if path.is_file() else None
-
-    def delete(self, key: str) -> None:
-        (self._root / key).unlink(missing_ok=True)
-
-    def uri(self, key: str) -> str:
-        return f"file://{self._root / key}"
-
-
-class S3Store:
-    """A bucket and prefix of an S3 endpoint."""
-
-    def __init__(self, uri: str) -> None:
-        parts = urlsplit(uri)
-        self._bucket = parts.netloc
-        self._prefix = parts.path.strip("/")
-        self._client = s3_client()
-
-    def check(self) -> None:
-        """Raise ClientError when there is no such bucket: some endpoints make one on the first write."""
-        self._client.head_bucket(Bucket=self._bucket)
-
-    def _key(self, key: str) -> str:
-        return f"{self._prefix}/{key}" if self._prefix else key
-
-    def put_file(self, key: str, path: Path, on_bytes: Callable[[int], None]) -> None:
-        transfer = TransferConfig(multipart_threshold=64 << 20, multipart_chunksize=64 << 20)
-        self._client.upload_file(str(path), self._bucket, self._key(key), Config=transfer, Callback=on_bytes)
-
-    def put_bytes(self, key: str, data: bytes) -> None:
-        self._client.put_object(Bucket=self._bucket, Key=self._key(key), Body=data)
-
-    def blocks(self, key: str) -> Iterator[bytes]:
-        body = self._client.get_object(Bucket=self._bucket, Key=self._key(key))["Body"]
-        with contextlib.closing(body):
-            yield from body.iter_chunks(_BLOCK)
-
-    def size(self, key: str) -> int | None:
-        try:
-            return int(self._client.head_object(Bucket=self._bucket, Key=self._key(key))["ContentLength"])
-        except ClientError as error:
-            if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 404:
-                return None
-            raise
-
-    def delete(self, key: str) -> None:
-        self._client.delete_object(Bucket=self._bucket, Key=self._key(key))
-
-    def uri(self, key: str) -> str:
-        return f"s3://{self._bucket}/{self._key(key)}"
-
-
-def s3_client(*, attempts: int = 5, connect_timeout: float = 10.0) -> Any:  # noqa: ANN401 - boto3 is untyped
-    """A client whose endpoint and credentials come from boto3's own chain."""
-    # Endpoints other than Amazon's seldom answer to bucket.host names.
-    custom = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    style = {"addressing_style": "path"} if custom else {}
-    # A session of its own: boto3's default one is shared between threads and keeps its first credentials for good.
-    retries = {"mode": "standard", "max_attempts": attempts}
-    config = Config(s3=style, retries=retries, connect_timeout=connect_timeout)
-    return boto3.session.Session().client("s3", config=config)
-
-
-def open_store(uri: str) -> Store:
-    """The store behind an s3:// or file:// URI. Raises DestinationError for any other."""
-    if uri.startswith("s3://"):
-        return S3Store(uri)
-    if uri.startswith("file://"):
-        return FileStore(uri)
-    raise DestinationError(f"{uri} is neither s3:// nor file://.")
+ALIASES = "aliases/"
+ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_THREADS = 8
 
 
 def probe(uri: str) -> None:
@@ -156,9 +53,9 @@ def probe(uri: str) -> None:
     try:
         store = open_store(uri)
         store.check()
-        store.put_bytes(key, b"can this be written?\n")
-        store.delete(key)
-    except (BotoCoreError, ClientError, OSError) as error:
+        store.put(key, b"can this be written?\n")
+        store.delete([key])
+    except ERRORS as error:
         raise DestinationError(
             f"{uri} cannot be written: {reason(error)}.",
             mend="Check that the bucket or directory exists and that the credentials may write to it.",
@@ -166,108 +63,191 @@ def probe(uri: str) -> None:
         ) from error
 
 
-def publish(
-    directory: Path,
-    uri: str,
-    version: str,
-    files: dict[str, FileEntry],
-    about: dict[str, Any],
-    on_bytes: Callable[[int], None] = lambda _count: None,
-) -> dict[str, Any]:
-    """Upload `files` of `directory` as URI/VERSION, read each back, then write the manifest and move latest.json.
-
-    Args:
-        about: goes into the manifest beside the files: what this version is and how it measured.
-        on_bytes: told how many bytes have just been sent.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        DestinationError: the store refused a write.
-        IntegrityError: what was read back is not what was sent.
-    """
-    store = open_store(uri)
-    try:
-        for name, entry in files.items():
-            key = f"{version}/{name}"
-            if store.size(key) == entry.size and _remote_sha256(store, key) == entry.sha256:
-                on_bytes(entry.size)
-                continue
-            store.put_file(key, directory / name, on_bytes)
-            if _remote_sha256(store, key) != entry.sha256:
-                raise IntegrityError(f"{store.uri(key)}: remote bytes differ from {directory / name}.")
-        listed = [
-            {"name": name, "uri": store.uri(f"{version}/{name}"), "size": entry.size, "sha256": entry.sha256}
-            for name, entry in files.items()
-        ]
-        manifest = {"version": version, **about, "files": listed}
-        store.put_bytes(f"{version}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
-        store.put_bytes(LATEST, json.dumps({"version": version, "uri": store.uri(version)}).encode())
-    except (BotoCoreError, ClientError, OSError) as error:
-        raise DestinationError(f"{uri}: {reason(error)}.", pointer="/publish/uri") from error
-    return manifest
-
-
-def latest(uri: str) -> dict[str, Any] | None:
-    """Manifest of the version published last below `uri`; None when nothing is. Raises DestinationError."""
-    try:
-        store = open_store(uri)
-        if store.size(LATEST) is None:
-            return None
-        version = json.loads(b"".join(store.blocks(LATEST)))["version"]
-        manifest: dict[str, Any] = json.loads(b"".join(store.blocks(f"{version}/{MANIFEST}")))
-    except (BotoCoreError, ClientError, OSError, ValueError, KeyError) as error:
-        raise DestinationError(f"{uri}: what is published there does not read: {reason(error)}.") from error
-    return manifest
-
-
-def fetch(uri: str, manifest: dict[str, Any], directory: Path) -> None:
-    """Download a version into `directory`, each file against its manifest. Raises IntegrityError when one differs."""
-    store = open_store(uri)
-    for entry in manifest["files"]:
-        target = directory / entry["name"]
-        if not target.resolve().is_relative_to(directory.resolve()):
-            raise IntegrityError(f"{uri}: its manifest names {entry['name']}, outside the version.")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256()
-        with target.open("wb") as file:
-            for block in store.blocks(f"{manifest['version']}/{entry['name']}"):
-                digest.update(block)
-                file.write(block)
-        if digest.hexdigest() != entry["sha256"]:
-            raise IntegrityError(f"{entry['uri']} is not what its manifest says.")
-
-
-def verify(uri: str, manifest: dict[str, Any]) -> int:
-    """Read every file of a published version against its manifest. Returns how many; raises IntegrityError."""
-    store = open_store(uri)
-    for entry in manifest["files"]:
-        key = f"{manifest['version']}/{entry['name']}"
-        if store.size(key) != entry["size"] or _remote_sha256(store, key) != entry["sha256"]:
-            raise IntegrityError(f"{entry['uri']} is not what its manifest says.")
-    return len(manifest["files"])
-
-
 def read_bytes(uri: str) -> bytes:
     """One object, whole. Raises DataError when it cannot be read."""
     parent, _, name = uri.rpartition("/")
     try:
-        return b"".join(open_store(parent).blocks(name))
-    except (BotoCoreError, ClientError, OSError) as error:
+        found = whole(open_store(parent), name)
+    except ERRORS as error:
         raise DataError(f"{uri} cannot be read: {reason(error)}.") from error
+    if found is None:
+        raise DataError(f"{uri} does not exist.")
+    return found
 
 
-def _remote_sha256(store: Store, key: str) -> str:
-    digest = hashlib.sha256()
-    for block in store.blocks(key):
-        digest.update(block)
-    return digest.hexdigest()
+def latest(uri: str, alias: str | None = None) -> dict[str, Any] | None:
+    """Manifest of the version published last below `uri`, or of the one an alias names; None when there is none.
+
+    Raises:
+        DestinationError: what is there does not read.
+    """
+    try:
+        store = open_store(uri)
+        pointer = whole(store, f"{ALIASES}{alias}.json" if alias else LATEST)
+        if pointer is None:
+            return None
+        version = json.loads(pointer)["version"]
+        manifest = manifest_of(store, version)
+        if manifest is None:
+            raise ValueError(f"{version} has no {MANIFEST}")
+    except (*ERRORS, ValueError, KeyError, TypeError) as error:
+        raise DestinationError(f"{uri}: what is published there does not read: {reason(error)}.") from error
+    return manifest
 
 
-def reason(error: Exception) -> str:
-    """One line that names the cause and never holds a credential."""
-    if isinstance(error, ClientError):
-        detail = error.response.get("Error", {})
-        return f"{detail.get('Code', 'error')} ({detail.get('Message', 'no message')})".replace("\n", " ")
-    return " ".join(str(error).split())[:300]
+def manifest_of(store: Store, version: str) -> dict[str, Any] | None:
+    """The manifest of a version; None where there is none, or a result of a stage. Raises ValueError, or ERRORS."""
+    data = whole(store, f"{version}/{MANIFEST}" if version else MANIFEST)
+    found = None if data is None else json.loads(data)
+    listed = isinstance(found, dict) and isinstance(found.get("files"), list) and "version" in found
+    return found if listed else None
+
+
+def versions(store: Store) -> list[dict[str, Any]]:
+    """Manifests of all versions, newest first, each with `published` (Unix seconds by the store's clock)."""
+    found = []
+    for name in store.folders():
+        info = None if name.startswith(".") or f"{name}/" == ALIASES else store.head(f"{name}/{MANIFEST}")
+        manifest = manifest_of(store, name) if info else None
+        if info and manifest:
+            found.append({**manifest, "published": info.modified})
+    # Some stores count in whole seconds.
+    return sorted(found, key=lambda one: (one["published"], one.get("created", 0.0)), reverse=True)
+
+
+def pointers(store: Store) -> dict[str, str]:
+    """Name of every pointer -> version: `latest`, and the aliases."""
+    names = {"latest": LATEST}
+    names |= {key.removeprefix(ALIASES).removesuffix(".json"): key for key in store.objects(ALIASES)}
+    found = {name: whole(store, key) for name, key in names.items()}
+    return {name: json.loads(data)["version"] for name, data in found.items() if data is not None}
+
+
+def point(store: Store, name: str, version: str) -> None:
+    """Make `latest` or an alias name a version, by a conditional write; read back, as some stores mind no conditions.
+
+    Raises:
+        DestinationError: somebody else moves it at the same time, again and again.
+    """
+    if name != "latest" and not ALIAS.fullmatch(name):
+        raise InputError(f"{name} is no name for an alias.", mend="Take a-z, 0-9, '.', '_' and '-'.")
+    key = LATEST if name == "latest" else f"{ALIASES}{name}.json"
+    data = json.dumps({"version": version, "uri": store.uri(version)}).encode()
+    for _ in range(5):
+        before = store.head(key)
+        if before is not None and whole(store, key) == data:
+            return
+        try:
+            store.put(key, data, only_if=before.stamp if before else "")
+        except Conflict:
+            continue
+        if whole(store, key) == data:
+            return
+    raise DestinationError(f"{store.uri(key)} is moved by others at the same time.", mend="Try again.")
+
+
+def set_alias(uri: str, name: str, version: str) -> None:
+    """Make an alias name a version that exists. Raises InputError where it does not."""
+    store = open_store(uri)
+    with explained(uri):
+        if manifest_of(store, version) is None:
+            raise InputError(f"{uri} has no version {version}.", mend="`fastmtp versions` lists them.")
+        point(store, name, version)
+
+
+def overview(uri: str) -> list[dict[str, Any]]:
+    """Versions below a URI, newest first: version, names, published, files, bytes."""
+    store = open_store(uri)
+    with explained(uri):
+        names = pointers(store)
+        return [
+            {
+                "version": one["version"], "names": [name for name, named in names.items() if named == one["version"]],
+                "published": one["published"], "files": len(one["files"]),
+                "bytes": sum(entry["size"] for entry in one["files"]),
+            }
+            for one in versions(store)
+        ]  # fmt: skip
+
+
+def prune(store: Store, keep: int) -> list[str]:
+    """Delete all but the newest `keep` versions; never one that a pointer names, nor files that a kept one refers to.
+
+    The manifest goes first, so that no reader takes a half-deleted version for one. Only for the only writer, see
+    `prune_claimed`. Returns the names.
+    """
+    found = versions(store)
+    named = set(pointers(store).values())
+    gone = [one for number, one in enumerate(found) if number >= keep and one["version"] not in named]
+    for manifest in gone:
+        begun.note(store, manifest["version"], [entry["name"] for entry in manifest["files"]])
+        store.delete([f"{manifest['version']}/{MANIFEST}"])
+    begun.clear(store, {entry["uri"] for manifest in found if manifest not in gone for entry in manifest["files"]})
+    return [manifest["version"] for manifest in gone]
+
+
+def prune_claimed(uri: str, keep: int) -> list[str]:
+    """`prune`, as the only writer."""
+    with Claim(store := open_store(uri), "retention"), explained(uri):
+        return prune(store, keep)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a check of a version took: files, of which so many by what the store keeps; bytes read of the others."""
+
+    uri: str
+    version: str
+    files: int
+    bytes: int
+    by_checksum: int
+    bytes_read: int
+
+
+def verify(uri: str, manifest: dict[str, Any]) -> int:
+    """Check every file of a published version. Returns how many; raises IntegrityError."""
+    return check_version(uri, manifest).files
+
+
+def check_version(
+    uri: str, manifest: dict[str, Any], *, read: bool = False, on_bytes: Callable[[int], None] = lambda _count: None
+) -> Verified:
+    """Check every file of a version against its manifest: by the checksum that the store keeps, or else by reading it.
+
+    Args:
+        read: read everything, whatever the store keeps.
+
+    Raises:
+        IntegrityError: with every file that is not what it was.
+    """
+    store = open_store(uri)
+
+    def check(entry: dict[str, Any]) -> int | None:
+        """Bytes read of it; None where it is wrong."""
+        place, name = locate(store, entry["uri"])
+        info = place.head(name)
+        if info is None or info.size != entry["size"]:
+            return None
+        if not read and kept(entry, info):
+            on_bytes(info.size)
+            return 0
+        return info.size if sha256_of(place, name, info, on_bytes) == entry["sha256"] else None
+
+    entries = manifest["files"]
+    with explained(uri), ThreadPoolExecutor(_THREADS) as pool:
+        found = list(pool.map(check, entries))
+    wrong = [entry["uri"] for entry, result in zip(entries, found, strict=True) if result is None]
+    if wrong:
+        raise IntegrityError(f"Not what the manifest says, or gone: {', '.join(wrong)}.")
+    counts = [result for result in found if result is not None]
+    return Verified(
+        uri=uri, version=manifest["version"], files=len(entries), bytes=sum(entry["size"] for entry in entries),
+        by_checksum=sum(not count and entry["size"] > 0 for count, entry in zip(counts, entries, strict=True)),
+        bytes_read=sum(counts),
+    )  # fmt: skip
+
+
+def kept(entry: dict[str, Any], info: ObjectInfo) -> bool:
+    """Whether the store keeps the checksum under which the file was published. Only checked ones are in manifests."""
+    known = entry.get("checksum")
+    return bool(known and info.checksum and undecorated(known) == undecorated(info.checksum))

@@ -20,7 +20,7 @@ from tests.fastmtp.test_checkpoint import drop
 
 VERBS = [
     "tiny-verifier", "inspect", "families", "extract", "prepare", "train", "stitch", "verify", "evaluate", "publish",
-    "run",
+    "fetch", "versions", "run",
 ]  # fmt: skip
 
 

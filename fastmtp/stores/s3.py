@@ -1,0 +1,288 @@
+"""A bucket and prefix of any S3-compatible store.
+
+Stores differ in what they check, ignore and leave out, so nothing rests on one feature alone: `learn` finds out whether
+sent checksums are checked and whether ETags are MD5 digests, and what neither proves is read back.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import boto3
+import botocore.session
+from botocore.config import Config
+from botocore.exceptions import (
+    ClientError,
+    ConnectionClosedError,
+    IncompleteReadError,
+    ReadTimeoutError,
+    ResponseStreamingError,
+)
+from botocore.loaders import create_loader
+
+from fastmtp.stores import parts
+from fastmtp.stores.base import (
+    Conflict,
+    ObjectInfo,
+    OnBytes,
+    Unfinished,
+    code_of,
+    concerns_credentials,
+    status_of,
+)
+from fastmtp.stores.pacing import Pace
+from fastmtp.stores.settings import StoreSettings
+
+HIDDEN = ".fastmtp"
+# What a store answers that does not copy, or not this: the file is then sent.
+_NO_COPY = {400, 403, 404, 405, 412, 501}
+_LONG = 900.0
+_READS = 5
+# What a body that ends early raises; boto3 tries again only before the first byte.
+_BROKEN_OFF = (ConnectionClosedError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError)
+
+
+def s3_client(
+    *,
+    attempts: int = 5,
+    connect_timeout: float = 10.0,
+    read_timeout: float = 60.0,
+    settings: StoreSettings | None = None,
+) -> Any:  # noqa: ANN401 - boto3 is untyped
+    """A client whose endpoint and credentials come from boto3's own chain."""
+    addressing = settings.addressing if settings else "auto"
+    custom = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if addressing == "auto":
+        # Endpoints other than Amazon's seldom answer to bucket.host names.
+        addressing = "path" if custom else "auto"
+    s3: dict[str, Any] = {"addressing_style": addressing}
+    options: dict[str, Any] = {}
+    if settings:
+        # Parts are proved one by one, by checksum or ETag: to sign each payload too would hash every byte again.
+        s3["payload_signing_enabled"] = False
+        options = {"request_checksum_calculation": "when_required", "max_pool_connections": settings.workers + 4}
+    # A session of its own: boto3's default one is shared between threads and keeps its first credentials for good.
+    session = botocore.session.get_session()
+    session.register_component("data_loader", _descriptions())
+    retries = {"mode": "standard", "max_attempts": attempts}
+    config = Config(s3=s3, retries=retries, connect_timeout=connect_timeout, read_timeout=read_timeout, **options)
+    return boto3.session.Session(botocore_session=session).client("s3", config=config)
+
+
+@functools.cache
+def _descriptions() -> Any:  # noqa: ANN401
+    """boto3's descriptions of the service, read once: they take most of the time that a new client takes."""
+    return create_loader()
+
+
+class S3Store:
+    """See `fastmtp.stores.base.Store`."""
+
+    def __init__(self, uri: str, settings: StoreSettings) -> None:
+        self.bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        self.prefix = prefix.strip("/")
+        self.name = uri
+        self.settings = settings
+        self.pace = Pace(settings.bandwidth)
+        self.checks_sums: bool | None = None
+        self.etags_are_md5 = False
+        self._lock = threading.Lock()
+        self._client = self._new_client()
+
+    def _new_client(self) -> Any:  # noqa: ANN401
+        return s3_client(attempts=8, read_timeout=_LONG, settings=self.settings)
+
+    def call(self, operation: str, **arguments: Any) -> Any:  # noqa: ANN401
+        """One call. Expired credentials are looked up again once: a profile or a mounted file may hold new ones."""
+        client = self._client
+        try:
+            return getattr(client, operation)(Bucket=self.bucket, **arguments)
+        except ClientError as error:
+            if not concerns_credentials(error) or "Expired" not in code_of(error):
+                raise
+        with self._lock:
+            if self._client is client:
+                self._client = self._new_client()
+        return getattr(self._client, operation)(Bucket=self.bucket, **arguments)
+
+    def full(self, key: str) -> str:
+        """The key in the bucket; `../KEY` is one outside the prefix."""
+        if key.startswith("../"):
+            return key[3:]
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    def _relative(self, full: str) -> str:
+        return full[len(self.prefix) + 1 :] if self.prefix else full
+
+    def check(self) -> None:
+        """Raise ClientError when there is no such bucket: some endpoints make one on the first write."""
+        self.call("head_bucket")
+
+    def learn(self) -> None:
+        """Find out, by one small object with a wrong checksum, what this store checks and what its ETags are."""
+        with self._lock:
+            if self.checks_sums is not None:
+                return
+            data, key = uuid.uuid4().bytes, self.full(f"{HIDDEN}/trial-{uuid.uuid4().hex}")
+            wanted = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported").lower() != "when_required"
+            wrong = {"ChecksumSHA256": base64.b64encode(bytes(32)).decode()} if wanted else {}
+            arguments = {"Bucket": self.bucket, "Key": key, "Body": data, **self.settings.write_arguments()}
+            try:
+                answer = self._client.put_object(**arguments, **wrong)
+            except ClientError as error:
+                if not wanted or status_of(error) != 400 or concerns_credentials(error):
+                    raise
+                self.checks_sums = True
+                return
+            self.etags_are_md5 = answer["ETag"].strip('"') == parts.md5(data)
+            self._client.delete_object(Bucket=self.bucket, Key=key)
+            self.checks_sums = False
+
+    def uri(self, key: str) -> str:
+        return f"s3://{self.bucket}/{self.full(key)}"
+
+    def key_of(self, uri: str) -> str | None:
+        bucket, _, key = uri.removeprefix("s3://").partition("/")
+        if not uri.startswith("s3://") or bucket != self.bucket:
+            return None
+        inside = not self.prefix or key.startswith(self.prefix + "/")
+        return self._relative(key) if inside else f"../{key}"
+
+    def head(self, key: str) -> ObjectInfo | None:
+        try:
+            answer = self.call("head_object", Key=self.full(key), ChecksumMode="ENABLED")
+        except ClientError as error:
+            if status_of(error) == 404:
+                return None
+            raise
+        return ObjectInfo(
+            int(answer["ContentLength"]), answer["ETag"].strip('"'), answer["LastModified"].timestamp(),
+            answer.get("ChecksumSHA256"),
+        )  # fmt: skip
+
+    def read(self, key: str, begin: int, end: int, *, stamp: str | None = None) -> bytes:
+        if begin >= end:
+            return b""
+        condition = {} if stamp is None else {"IfMatch": f'"{stamp}"'}
+        for attempt in range(_READS):
+            answer = self.call("get_object", Key=self.full(key), Range=f"bytes={begin}-{end - 1}", **condition)
+            try:
+                data: bytes = answer["Body"].read()
+            except _BROKEN_OFF:
+                if attempt + 1 == _READS:
+                    raise
+                time.sleep(min(0.2 * 2**attempt, 5.0))
+            else:
+                return data
+        raise AssertionError
+
+    def put(self, key: str, data: bytes, *, only_if: str | None = None) -> None:
+        condition = {} if only_if is None else {"IfMatch": f'"{only_if}"'} if only_if else {"IfNoneMatch": "*"}
+        arguments = {"Key": self.full(key), "Body": data, **self.settings.write_arguments()}
+        try:
+            self.call("put_object", **arguments, **condition)
+        except ClientError as error:
+            if condition and status_of(error) in (404, 409, 412):
+                raise Conflict(key) from error
+            if not condition or status_of(error) != 501:
+                raise
+            # A store that knows no conditions and says so.
+            self.call("put_object", **arguments)
+
+    def send(self, key: str, path: Path, sha256: str, unfinished: list[Unfinished], on_bytes: OnBytes) -> ObjectInfo:
+        from fastmtp.stores.sending import Sending
+
+        self.learn()
+        return Sending(self, key, path, sha256, on_bytes).run(unfinished)
+
+    def copy(self, source: str, info: ObjectInfo, key: str, sha256: str) -> ObjectInfo | None:
+        from fastmtp.stores.sending import COPY_LIMIT, copy_in_parts
+
+        self.learn()
+        bucket, _, full = source.removeprefix("s3://").partition("/")
+        origin = {"CopySource": {"Bucket": bucket, "Key": full}, "CopySourceIfMatch": f'"{info.stamp}"'}
+        try:
+            if info.size > COPY_LIMIT:
+                return copy_in_parts(self, origin, info, key, sha256)
+            sums = {"ChecksumAlgorithm": "SHA256"} if self.checks_sums else {}
+            self.call(
+                "copy_object", Key=self.full(key), MetadataDirective="REPLACE", Metadata={"sha256": sha256},
+                TaggingDirective="REPLACE", **origin, **sums, **self.settings.write_arguments(),
+            )  # fmt: skip
+        except ClientError as error:
+            if status_of(error) not in _NO_COPY or "Expired" in code_of(error):
+                raise
+            return None
+        return self.head(key)
+
+    def proves(self, key: str, info: ObjectInfo, path: Path, sha256: str) -> bool | None:
+        size = path.stat().st_size
+        if info.size != size:
+            return False
+        if self.checks_sums and info.checksum:
+            kept = parts.undecorated(info.checksum)
+            if kept in (parts.base64_of(sha256), parts.composite(path, self.settings.part_size_for(key, size))):
+                return True
+        # A stamp that is the file's MD5, in one piece or in equal parts, says that the bytes are the file's. Another
+        # one says nothing: what an ETag is made of differs between stores and kinds of encryption.
+        return True if parts.md5_stamp(path, info.stamp, self._part_size(key, info)) == info.stamp else None
+
+    def _part_size(self, key: str, info: ObjectInfo) -> int:
+        """Bytes of the parts an object was sent in; its size where it was sent in one."""
+        if "-" not in info.stamp:
+            return info.size
+        return int(self.call("head_object", Key=self.full(key), PartNumber=1)["ContentLength"])
+
+    def objects(self, prefix: str = "") -> dict[str, ObjectInfo]:
+        found: dict[str, ObjectInfo] = {}
+        root = self.full(prefix) if prefix or not self.prefix else f"{self.prefix}/"
+        pages = self.pages("list_objects_v2", Prefix=root)
+        for item in (item for page in pages for item in page.get("Contents", ())):
+            name = self._relative(item["Key"])
+            if name and not name.endswith("/"):
+                stamp = item.get("ETag", "").strip('"')
+                found[name] = ObjectInfo(int(item["Size"]), stamp, item["LastModified"].timestamp())
+        return found
+
+    def folders(self) -> list[str]:
+        root = f"{self.prefix}/" if self.prefix else ""
+        pages = self.pages("list_objects_v2", Prefix=root, Delimiter="/")
+        found = (item["Prefix"] for page in pages for item in page.get("CommonPrefixes", ()))
+        return sorted(name[len(root) :].rstrip("/") for name in found)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.call("delete_object", Key=self.full(key))
+
+    def unfinished(self, prefix: str) -> list[Unfinished]:
+        pages = self.pages("list_multipart_uploads", Prefix=self.full(prefix))
+        try:
+            uploads = [item for page in pages for item in page.get("Uploads", ())]
+        except ClientError as error:
+            # Not offered, not allowed; or, as rclone says it, none there.
+            if status_of(error) in (403, 404, 405, 501):
+                return []
+            raise
+        return [Unfinished(self._relative(item["Key"]), item["UploadId"]) for item in uploads]
+
+    def abort(self, item: Unfinished) -> None:
+        try:
+            self.call("abort_multipart_upload", Key=self.full(item.key), UploadId=item.token)
+        except ClientError as error:
+            if status_of(error) != 404:
+                raise
+
+    def pages(self, operation: str, **arguments: Any) -> Iterable[dict[str, Any]]:  # noqa: ANN401
+        """Every page of a call that answers in pages."""
+        found: Iterable[dict[str, Any]] = self._client.get_paginator(operation).paginate(
+            Bucket=self.bucket, **arguments
+        )
+        return found

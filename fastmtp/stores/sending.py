@@ -1,0 +1,197 @@
+"""One file into one S3 object: in parts, side by side, going on where a killed run was, each part proved on arrival.
+
+A part is proved by the checksum that the store checks, or by an ETag that is its MD5; an object that neither proves is
+read back whole. Nothing shows under the key before the last part is there.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from botocore.exceptions import ClientError
+
+from fastmtp.errors import IntegrityError
+from fastmtp.stores import parts
+from fastmtp.stores.base import ObjectInfo, OnBytes, Unfinished, code_of, sha256_of
+
+if TYPE_CHECKING:
+    from fastmtp.stores.s3 import S3Store
+
+COPY_LIMIT = 5 << 30  # of CopyObject
+_COPY_PART = 512 << 20
+_EDGE = 64 << 10
+_TRIES = 3
+
+
+@dataclass
+class Sending:
+    """One file on its way to `key`."""
+
+    store: S3Store
+    key: str
+    path: Path
+    sha256: str
+    on_bytes: OnBytes
+
+    def __post_init__(self) -> None:
+        self.before = self.path.stat()
+        self.size = self.before.st_size
+        self.part_size = self.store.settings.part_size_for(self.key, self.size)
+        self.place = {"Key": self.store.full(self.key)}
+        self.about = {"Metadata": {"sha256": self.sha256}, **self.store.settings.write_arguments()}
+
+    def run(self, unfinished: list[Unfinished]) -> ObjectInfo:
+        """Send what is not there yet. Raises IntegrityError where the store has other bytes than the file."""
+        if self.size <= self.part_size:
+            for item in unfinished:
+                self.store.abort(item)
+            self._whole()
+        else:
+            self._in_parts(unfinished)
+        after = self.path.stat()
+        if (after.st_size, after.st_mtime_ns) != (self.size, self.before.st_mtime_ns):
+            raise IntegrityError(f"{self.path} changed while it was sent.")
+        return self._arrived()
+
+    def _whole(self) -> None:
+        data = self.path.read_bytes()
+        for _ in range(_TRIES):
+            body = self.store.pace.body(data)
+            answer = self.store.call("put_object", Body=body, **self._sums(data), **self.place, **self.about)
+            if not self._spoilt(data, answer):
+                return self.on_bytes(len(data))
+        raise self._differs()
+
+    def _in_parts(self, unfinished: list[Unfinished]) -> None:
+        upload, there = self._adopt(unfinished)
+        if upload is None:
+            algorithm = {"ChecksumAlgorithm": "SHA256"} if self.store.checks_sums else {}
+            upload = self.store.call("create_multipart_upload", **self.place, **self.about, **algorithm)["UploadId"]
+        numbers = range(1, -(-self.size // self.part_size) + 1)
+        done = in_threads(
+            lambda number: self._part(upload, number, there.get(number)), numbers, self.store.settings.workers
+        )
+        try:
+            self.store.call("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": done}, **self.place)
+        except ClientError as error:
+            # An answer that was lost on the way is asked for again, of an upload that is complete by then.
+            if code_of(error) != "NoSuchUpload" or self.store.head(self.key) is None:
+                raise
+
+    def _adopt(self, unfinished: list[Unfinished]) -> tuple[str | None, dict[int, dict[str, Any]]]:
+        """The upload of a killed run with most of its parts there; others of this key are aborted."""
+        found: list[tuple[Unfinished, dict[int, dict[str, Any]]]] = []
+        for item in unfinished:
+            with contextlib.suppress(ClientError):
+                pages = self.store.pages("list_parts", UploadId=item.token, **self.place)
+                there = {part["PartNumber"]: part for page in pages for part in page.get("Parts", ())}
+                # An upload begun without checksums does not take them later.
+                if not self.store.checks_sums or all("ChecksumSHA256" in part for part in there.values()):
+                    found.append((item, there))
+        best = max(found, key=lambda one: len(one[1]), default=None)
+        for item in unfinished:
+            if best is None or item != best[0]:
+                self.store.abort(item)
+        return (best[0].token, best[1]) if best else (None, {})
+
+    def _part(self, upload: str, number: int, there: dict[str, Any] | None) -> dict[str, Any]:
+        begin = (number - 1) * self.part_size
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            data = file.read(min(self.part_size, self.size - begin))
+        sums = self._sums(data)
+        if there and there["Size"] == len(data) and self._same(data, there, sums):
+            self.on_bytes(len(data))
+            return {"PartNumber": number, "ETag": there["ETag"], **sums}
+        for _ in range(_TRIES):
+            answer = self.store.call(
+                "upload_part", UploadId=upload, PartNumber=number, Body=self.store.pace.body(data), **sums, **self.place
+            )
+            if not self._spoilt(data, answer):
+                self.on_bytes(len(data))
+                return {"PartNumber": number, "ETag": answer["ETag"], **sums}
+        raise self._differs()
+
+    def _sums(self, data: bytes) -> dict[str, str]:
+        if not self.store.checks_sums:
+            return {}
+        return {"ChecksumSHA256": base64.b64encode(hashlib.sha256(data).digest()).decode()}
+
+    def _same(self, data: bytes, there: dict[str, Any], sums: dict[str, str]) -> bool:
+        if sums:
+            return bool(there.get("ChecksumSHA256") == sums["ChecksumSHA256"])
+        return bool(there["ETag"].strip('"') == parts.md5(data))
+
+    def _spoilt(self, data: bytes, answer: dict[str, Any]) -> bool:
+        """Whether what arrived is known to be something else."""
+        return self.store.etags_are_md5 and answer["ETag"].strip('"') != parts.md5(data)
+
+    def _arrived(self) -> ObjectInfo:
+        """What the store has now, which must be the file."""
+        info = self.store.head(self.key)
+        if info is None or info.size != self.size:
+            raise self._differs()
+        if not self.store.checks_sums:
+            if not self.store.etags_are_md5:
+                if sha256_of(self.store, self.key, info) != self.sha256:
+                    raise self._differs()
+            elif not self._edges_match():
+                raise self._differs()
+        return info
+
+    def _edges_match(self) -> bool:
+        """Both ends read back: what a store frames or strips shows there, whatever it says of the parts."""
+        with self.path.open("rb") as file:
+            for begin in {0, max(self.size - _EDGE, 0)}:
+                file.seek(begin)
+                data = file.read(_EDGE)
+                if data and self.store.read(self.key, begin, begin + len(data)) != data:
+                    return False
+        return True
+
+    def _differs(self) -> IntegrityError:
+        return IntegrityError(f"{self.store.uri(self.key)}: remote bytes differ from {self.path}.")
+
+
+def copy_in_parts(store: S3Store, origin: dict[str, Any], info: ObjectInfo, key: str, sha256: str) -> ObjectInfo | None:
+    """Copy an object too large for one call. None where the store does not answer as it should."""
+    place, about = {"Key": store.full(key)}, {"Metadata": {"sha256": sha256}, **store.settings.write_arguments()}
+    algorithm = {"ChecksumAlgorithm": "SHA256"} if store.checks_sums else {}
+    upload = store.call("create_multipart_upload", **place, **about, **algorithm)["UploadId"]
+
+    def part(number: int) -> dict[str, Any]:
+        begin = (number - 1) * _COPY_PART
+        answer = store.call(
+            "upload_part_copy", UploadId=upload, PartNumber=number,
+            CopySourceRange=f"bytes={begin}-{min(begin + _COPY_PART, info.size) - 1}", **place, **origin,
+        )["CopyPartResult"]  # fmt: skip
+        kept = {name: answer[name] for name in ("ETag", "ChecksumSHA256") if answer.get(name)}
+        return {"PartNumber": number, **kept}
+
+    try:
+        done = in_threads(part, range(1, -(-info.size // _COPY_PART) + 1), store.settings.workers)
+        if not all("ETag" in item for item in done):
+            store.abort(Unfinished(key, upload))
+            return None
+        store.call("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": done}, **place)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            store.abort(Unfinished(key, upload))
+        raise
+    return store.head(key)
+
+
+def in_threads(call: Any, numbers: range, workers: int) -> list[dict[str, Any]]:  # noqa: ANN401
+    """Results of `call` for each number, in order. The first failure ends what has not begun, and is raised."""
+    pool = ThreadPoolExecutor(min(workers, max(len(numbers), 1)))
+    try:
+        futures = [pool.submit(call, number) for number in numbers]
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
