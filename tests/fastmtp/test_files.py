@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import ResponseStreamingError
 
 from fastmtp import storage
 from fastmtp.checkpoint import CONFIG, INDEX, open_checkpoint
 from fastmtp.errors import CheckpointError, UnreachableError, UnreadableError
 from fastmtp.extract import HEAD_FILE, extract, runs
-from fastmtp.files import LocalFiles, is_hub, is_local, local_path, open_files
+from fastmtp.files import LocalFiles, S3Files, is_hub, is_local, local_path, open_files
 from fastmtp.inspection import inspect
 from fastmtp.native import find_head
 from fastmtp.progress import Reporter
@@ -154,6 +155,52 @@ def test_an_empty_prefix_and_a_wrong_key(s3_server: S3Server, monkeypatch: pytes
     with pytest.raises(UnreadableError, match="SignatureDoesNotMatch|AccessDenied|403") as caught:
         open_files("s3://models/x").list()
     assert "credentials" in caught.value.mend and "wrong" not in str(caught.value)
+
+
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_body_that_breaks_off(
+    times: int, short: bool, wide: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice is tried again; three times is an error."""
+    files = S3Files(_upload(s3_server, wide, monkeypatch))
+    get, left = files._client.get_object, [times]
+
+    class Body:
+        def read(self, _count: int) -> bytes:
+            if short:
+                return b"x"
+            raise ResponseStreamingError(error="broken off")
+
+        def close(self) -> None:
+            return
+
+    def flaky(**arguments: object) -> dict[str, object]:
+        answer: dict[str, object] = get(**arguments)
+        if left[0]:
+            left[0] -= 1
+            answer["Body"].close()
+            answer["Body"] = Body()
+        return answer
+
+    monkeypatch.setattr(files._client, "get_object", flaky)
+    if times == 2:
+        assert files.read(CONFIG, 0, 8) == (wide / CONFIG).read_bytes()[:8]
+    else:
+        kind, match = (UnreadableError, "gave 1 of the 8 bytes") if short else (UnreachableError, "does not answer")
+        with pytest.raises(kind, match=rf"config\.json {match}"):
+            files.read(CONFIG, 0, 8)
+    assert left == [0]
+
+
+def test_a_store_without_ranges_sends_no_whole_shard(
+    wide: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = S3Files(_upload(s3_server, wide, monkeypatch))
+    get = files._client.get_object
+    monkeypatch.setattr(files._client, "get_object", lambda Range, **arguments: get(**arguments))
+    with pytest.raises(UnreadableError, match=r"config\.json: the store sends all of it"):
+        files.read(CONFIG, 0, 8)
 
 
 def test_an_endpoint_that_is_not_there(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
