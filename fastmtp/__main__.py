@@ -52,8 +52,7 @@ class StitchMode(StrEnum):
 
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file; `fastmtp run --help` shows one.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or hub id.")]
-AnyModel = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, s3:// prefix or hub id.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, s3:// prefix or hub id.")]
 Out = Annotated[Path, typer.Option("--out", help="Directory for the result; it must be new or empty.")]
 
 
@@ -82,7 +81,7 @@ def tiny_verifier(
 
 
 @app.command(epilog="Example: fastmtp inspect Qwen/Qwen3-Next-80B-A3B-Instruct --json")
-def inspect(model: AnyModel, as_json: AsJson = False) -> None:
+def inspect(model: Model, as_json: AsJson = False) -> None:
     """Say what a model is and whether a job can use it: family, head, layout, types, sizes, and everything wrong.
 
     Reads config, index and headers, no tensor, from disk, S3 or the hub. Exit code 2 when a job cannot use it as it is.
@@ -115,7 +114,7 @@ def families(
 
 
 @app.command(epilog="Example: fastmtp extract ./tiny --out ./head")
-def extract(model: AnyModel, out: Out, as_json: AsJson = False) -> None:
+def extract(model: Model, out: Out, as_json: AsJson = False) -> None:
     """Take the native head out of a checkpoint: its bytes only, by ranged reads, wherever it lies."""
     from fastmtp.extract import extract as run_extract
     from fastmtp.table import size
