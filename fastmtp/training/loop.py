@@ -69,7 +69,6 @@ class Run:
                 self._go()
             except Stop:
                 self._save_for_stop()
-        assert self._state.step == self._state.steps
         return self._finish(directory)
 
     def _begin(self) -> None:

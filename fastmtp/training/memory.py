@@ -65,7 +65,9 @@ def needs(parameters: int, shared: int, text: Mapping[str, Any], config: TrainCo
     hidden = int(text["hidden_size"])
     heads = int(text["num_attention_heads"]) * int(text.get("head_dim") or hidden // int(text["num_attention_heads"]))
     inner = 0 if config.recompute else 4 * _inner(text)
-    kept = config.micro_tokens * config.num_steps * width * (14 * hidden + 6 * heads + inner)
+    # Under autocast norms and sums stay in fp32, and about half of what is kept is theirs.
+    bytes_each = 3 if width == 2 else 4
+    kept = config.micro_tokens * config.num_steps * bytes_each * (14 * hidden + 6 * heads + inner)
     return Needs(state=state, verifier=width * shared, passing=kept, disk=(2 * 12 + 4 + 4) * parameters)
 
 

@@ -18,7 +18,7 @@ from fastmtp.train import saves_of
 from fastmtp.training.checks import guess_cost, require_moved, require_well_read
 from fastmtp.training.engine import Engine
 from fastmtp.training.objective import Objective
-from tests.fastmtp.training.conftest import Job, copy_head
+from tests.fastmtp.training.small import Job, copy_head
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from fastmtp.extract import HEAD_FILE
 from fastmtp.train import METRICS, saves_of
 from fastmtp.training.engine import Engine
 from fastmtp.training.world import count_processes, pick_device
-from tests.fastmtp.training.conftest import SMALL, Job
+from tests.fastmtp.training.small import SMALL, Job
 
 RUN = {"epochs": 8, "save_every": 3}
 

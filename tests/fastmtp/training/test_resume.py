@@ -16,18 +16,19 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from fastmtp.errors import Interrupted
+from fastmtp.errors import Interrupted, TrainingError
 from fastmtp.extract import HEAD_FILE
 from fastmtp.protocol import Measurement
 from fastmtp.stage import sha256_file
 from fastmtp.train import METRICS, saves_of
 from fastmtp.training.engine import Engine
+from fastmtp.training.loop import Run
 from fastmtp.training.metrics import Story
 from fastmtp.training.saves import Saves, read_tensors
-from tests.fastmtp.training.conftest import Job
+from tests.fastmtp.training.small import Job
 
 # Two epochs of two steps; a save after each.
-SHORT = {"epochs": 2, "batch_tokens": 240, "micro_tokens": 120, "save_every": 1}
+SHORT = {"epochs": 2, "batch_tokens": 240, "micro_tokens": 240, "save_every": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -235,6 +236,16 @@ def test_a_head_that_only_gets_worse_comes_out_as_it_went_in(
     assert (summary["best_step"], summary["tensors_changed_as_stored"]) == (0, 0)
     assert summary["tensors_moved"] == summary["tensors"] > 0
     assert sha256_file(tmp_path / "tuned" / HEAD_FILE) == sha256_file(job.head / HEAD_FILE)
+
+
+def test_a_run_that_is_not_through_never_ends_as_finished(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case T9: whatever makes the loop end early, there is no result."""
+    monkeypatch.setattr(Run, "_go", lambda self: None)
+    with pytest.raises(TrainingError, match="Only 0 of 4 steps were done"):
+        job.train(tmp_path / "tuned", **SHORT)
+    assert not (tmp_path / "tuned").exists()
 
 
 def test_another_configuration_starts_anew(

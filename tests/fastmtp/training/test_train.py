@@ -20,7 +20,7 @@ from fastmtp.train import METRICS, saves_of
 from fastmtp.training.engine import Engine
 from fastmtp.training.metrics import MetricsLog, duration, note
 from tests.fastmtp.fixtures import write_checkpoint
-from tests.fastmtp.training.conftest import Job
+from tests.fastmtp.training.small import Job
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
