@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from fastmtp.checkpoint import Checkpoint, Fault, TensorEntry
+from fastmtp.checkpoint import Checkpoint, Fault
 from fastmtp.families.base import text_config
+from fastmtp.headers import TensorEntry
 from fastmtp.native import HeadInfo, quantisation_of
 
 _MEND = "Take the original shards."

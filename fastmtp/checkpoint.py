@@ -3,9 +3,6 @@
 A checkpoint is described by its index *and* by its files' own headers. Tools disagree about which of the two is right,
 so both are read, everything that does not fit together is a `Fault`, and `open_checkpoint` refuses where an error is
 among them. Nothing here writes, and nothing loads torch.
-
-Format: 8 bytes little-endian length, that many bytes of JSON header, then the tensors' bytes without holes
-(https://github.com/huggingface/safetensors, README, "Format").
 """
 
 from __future__ import annotations
@@ -13,27 +10,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import math
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fastmtp.errors import CheckpointError, UnreachableError, UnreadableError
 from fastmtp.files import BLOCK, FileInfo, Files, in_parallel, open_files, printable
+from fastmtp.headers import AGAIN, SUFFIX, TensorEntry, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
-SUFFIX = ".safetensors"
-_MAX_HEADER = 100_000_000  # the format's own limit
-_BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
-    "U16": 16, "U8": 8, "BOOL": 8, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
-}  # fmt: skip
-_AGAIN = "Download it again."
 
 
 @dataclass(frozen=True)
@@ -56,21 +44,6 @@ class Fault:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "what", printable(self.what))
-
-
-class TensorEntry(NamedTuple):
-    """One tensor of a file: `begin` and `end` are absolute byte offsets in it."""
-
-    key: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
 
 
 @dataclass(frozen=True)
@@ -155,7 +128,7 @@ def _scan(files: Files) -> Checkpoint:
     faults: list[Fault] = []
     config = _json_of(files, CONFIG, listed, faults)
     if CONFIG not in listed:
-        faults.append(Fault("error", "config_missing", f"{files.name} lacks {CONFIG}.", _AGAIN, CONFIG))
+        faults.append(Fault("error", "config_missing", f"{files.name} lacks {CONFIG}.", AGAIN, CONFIG))
     index = _json_of(files, INDEX, listed, faults) if INDEX in listed else None
     names = _shard_names(files, index, listed, faults)
     if any(fault.code == "index_broken" for fault in faults):
@@ -191,83 +164,6 @@ def weight_map_of(index: Mapping[str, Any]) -> Mapping[str, str]:
     return found if isinstance(found, dict) else {}
 
 
-def read_header(files: Files, name: str, size: int) -> list[TensorEntry]:
-    """Entries of one safetensors file in order of offset, checked against its size.
-
-    Raises:
-        CheckpointError: truncated or malformed: no header, bytes that overlap, have holes or miss the file's end.
-    """
-    entries, start = parse_header(files, name, size)
-    position = start
-    for entry in entries:
-        if entry.begin != position:
-            what = "overlap" if entry.begin < position else "leave a hole"
-            raise CheckpointError(f"{files.name}/{name}: tensors {what} at byte {position}, {entry.key}.", mend=_AGAIN)
-        position = entry.end
-    if position != size:
-        raise CheckpointError(f"{files.name}/{name} has {size} bytes, its header needs {position}.", mend=_AGAIN)
-    return entries
-
-
-def parse_header(files: Files, name: str, size: int) -> tuple[list[TensorEntry], int]:
-    """Entries in order of offset, and where the data begins. Raises CheckpointError as `read_header`."""
-    path = f"{files.name}/{name}"
-    data = files.read(name, 0, min(size, files.probe))
-    length = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else _MAX_HEADER + 1
-    if length > min(_MAX_HEADER, size - 8):
-        raise CheckpointError(f"{path} is truncated or no safetensors file.", mend=_AGAIN)
-    text = data[8 : 8 + length]
-    if len(text) < length:
-        text += files.read(name, 8 + len(text), 8 + length)
-    try:
-        header = json.loads(text, parse_float=_refuse)
-        items = [(key, value) for key, value in header.items() if key != "__metadata__"]
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a broken header.", mend=_AGAIN) from error
-    odd = next((key for key, _ in items if not key.isprintable()), None)
-    if odd is not None:
-        raise CheckpointError(f"{path} has a broken header: a tensor is named {odd!r:.100}.", mend=_AGAIN)
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-    entries = [_entry(path, name, key, value, 8 + length, sizes) for key, value in items]
-    return sorted(entries, key=lambda entry: entry[4:]), 8 + length
-
-
-def _entry(
-    path: str,
-    name: str,
-    key: str,
-    value: Any,
-    start: int,
-    sizes: dict[tuple[str, tuple[int, ...]], int],  # noqa: ANN401
-) -> TensorEntry:
-    """One entry of a header. `sizes` remembers what a dtype and shape need: experts by the thousand are alike."""
-    try:
-        begin, end = value["data_offsets"]
-        kind = value["dtype"], tuple(value["shape"])
-        needed = sizes.get(kind)
-        if needed is None:
-            needed = sizes[kind] = _nbytes(*kind)
-        if end - begin != needed:
-            what = f"{path}: {key} has {end - begin} bytes, {kind[0]} {list(kind[1])} needs {needed}."
-            raise CheckpointError(what, mend=_AGAIN)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: entry {key} does not read: {value!r:.100}.", mend=_AGAIN) from error
-    return TensorEntry(key, name, *kind, start + begin, start + end)
-
-
-def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    bits = math.prod(shape) * _BITS[dtype]
-    if min(shape, default=0) < 0 or bits % 8:
-        raise ValueError(shape)
-    return bits // 8
-
-
-def _refuse(number: str) -> None:
-    raise ValueError(f"{number} where only whole numbers belong")
-
-
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Leave the garbage collector off: of hundreds of thousands of new objects none is garbage, and looking for some
@@ -295,7 +191,7 @@ def _header_or_fault(files: Files, name: str, size: int | None) -> list[TensorEn
 
 def _no_file(files: Files, name: str) -> Fault:
     what = f"{files.name}/{name} is a link that leads nowhere, or no regular file."
-    return Fault("error", "file_unreadable", what, _AGAIN, name)
+    return Fault("error", "file_unreadable", what, AGAIN, name)
 
 
 def _first_of(keys: list[str]) -> str:
@@ -311,7 +207,7 @@ def _shard_names(
         weight_map = weight_map_of(index)
         if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
             faults.append(
-                Fault("error", "index_broken", f"{files.name}/{INDEX} has no usable weight_map.", _AGAIN, INDEX)
+                Fault("error", "index_broken", f"{files.name}/{INDEX} has no usable weight_map.", AGAIN, INDEX)
             )
             return present
         for name in sorted(set(weight_map.values()) - set(present)):
@@ -320,7 +216,7 @@ def _shard_names(
                 faults.append(Fault("error", "file_outside", what, "Take the original index.", name))
             else:
                 what = f"{files.name} lacks {name}, which the index lists."
-                faults.append(Fault("error", "file_missing", what, _AGAIN, name))
+                faults.append(Fault("error", "file_missing", what, AGAIN, name))
         for name in sorted(set(present) - set(weight_map.values())):
             what = f"{files.name}/{name} is not in the index: vLLM and transformers do not read it."
             faults.append(Fault("warning", "file_unlisted", what, "", name))
@@ -386,5 +282,5 @@ def _json_of(files: Files, name: str, listed: dict[str, FileInfo], faults: list[
         return None
     except (ValueError, RecursionError):
         pass
-    faults.append(Fault("error", "json_broken", f"{files.name}/{name} does not read as a JSON object.", _AGAIN, name))
+    faults.append(Fault("error", "json_broken", f"{files.name}/{name} does not read as a JSON object.", AGAIN, name))
     return None

@@ -14,8 +14,9 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, Field
 
-from fastmtp.checkpoint import INDEX, SUFFIX, Checkpoint, TensorEntry, open_checkpoint
+from fastmtp.checkpoint import INDEX, Checkpoint, open_checkpoint
 from fastmtp.files import BLOCK
+from fastmtp.headers import SUFFIX, TensorEntry
 from fastmtp.native import FLOATS, examine
 from fastmtp.progress import Reporter
 from fastmtp.stage import MANIFEST

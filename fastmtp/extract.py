@@ -6,15 +6,14 @@ says family, expert layout and where each tensor came from. The rest of the chec
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from fastmtp.checkpoint import CONFIG, Checkpoint, TensorEntry, open_checkpoint
+from fastmtp.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from fastmtp.files import BLOCK
+from fastmtp.headers import TensorEntry, header_of
 from fastmtp.native import HeadInfo, find_head
 from fastmtp.norms import check_norms
 from fastmtp.progress import Reporter
@@ -38,19 +37,6 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     tensors = [list(entry) for _, entry in sorted(checkpoint.tensors.items())]
     stamps = {name: checkpoint.listed[name].stamp for name in checkpoint.shards}
     return digest_of([checkpoint.config, tensors, checkpoint.shards, stamps])
-
-
-def header_of(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length and JSON header of a safetensors file that holds `entries` one after the other under their keys."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    offset = 0
-    for key, entry in entries.items():
-        offsets = [offset, offset + entry.nbytes]
-        header[key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
-        offset += entry.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 def runs(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fastmtp.checkpoint import SUFFIX, TensorEntry, read_header
 from fastmtp.copying import Piece
 from fastmtp.errors import CheckpointError, InputError
 from fastmtp.extract import HEAD_FILE
 from fastmtp.families.base import Config, Layout
 from fastmtp.files import LocalFiles
+from fastmtp.headers import SUFFIX, TensorEntry, read_header
 from fastmtp.native import FLOATS, HeadInfo
 from fastmtp.stage import MANIFEST, read_manifest, sha256_file
 

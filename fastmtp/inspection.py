@@ -14,11 +14,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from fastmtp.backbone import check_backbone
-from fastmtp.checkpoint import CONFIG, Checkpoint, Fault, TensorEntry, no_collection, scan
+from fastmtp.checkpoint import CONFIG, Checkpoint, Fault, no_collection, scan
 from fastmtp.errors import CheckpointError
 from fastmtp.families import family_of
 from fastmtp.families.base import text_config
 from fastmtp.files import open_files, printable
+from fastmtp.headers import TensorEntry
 from fastmtp.native import HeadInfo, examine, quantisation_of
 
 _STATE_BYTES = 2  # hidden states are stored in bf16

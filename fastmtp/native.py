@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastmtp.checkpoint import CONFIG, Checkpoint, Fault, TensorEntry, require
+from fastmtp.checkpoint import CONFIG, Checkpoint, Fault, require
 from fastmtp.errors import CheckpointError
 from fastmtp.families import family_of
 from fastmtp.families.base import Config, Family, Layout, Shapes, text_config
+from fastmtp.headers import TensorEntry
 
 FLOATS = ("BF16", "F16", "F32")
 _CONFIG_MEND = "Take the original config.json."

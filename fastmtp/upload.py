@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from fastmtp.checkpoint import INDEX, SUFFIX
+from fastmtp.checkpoint import INDEX
 from fastmtp.errors import DestinationError, IntegrityError
 from fastmtp.hashing import sha256_cached
+from fastmtp.headers import SUFFIX
 from fastmtp.stage import MANIFEST, FileEntry
 from fastmtp.storage import manifest_of, point, prune, versions
 from fastmtp.stores import begun

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fastmtp.checkpoint import CONFIG, Checkpoint, TensorEntry
+from fastmtp.checkpoint import CONFIG, Checkpoint
 from fastmtp.config import TrainConfig
 from fastmtp.errors import CheckpointError
 from fastmtp.extract import HEAD_FILE
 from fastmtp.head import from_native, head_from_config, load_native, to_native
+from fastmtp.headers import TensorEntry
 from fastmtp.native import find_head
 from fastmtp.training.objective import Objective
 
