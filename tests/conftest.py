@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,36 +69,6 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with services.s3_endpoint(root, key_id="TESTKEY123456789", secret="test-secret", buckets=["models"]) as server:
         server.wait()
         yield S3Server(server.url, dict(server.env), root / "s3")
-
-
-@pytest.fixture(scope="session")
-def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """Another endpoint for the session, in memory, which minds conditions; the same bucket in it."""
-    import boto3
-    import httpx
-
-    root = tmp_path_factory.mktemp("moto-server")
-    port = procs.free_port()
-    env = {
-        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "TESTKEY123456789",
-        "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
-
-    def answers() -> bool:
-        try:
-            return httpx.get(f"{env['AWS_ENDPOINT_URL_S3']}/moto-api/", trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    argv = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)]
-    with procs.spawn(argv, log=root / "moto.log") as child:
-        procs.wait_until(answers, child, what="moto", log=root / "moto.log", timeout=60)
-        client = boto3.client(
-            "s3", endpoint_url=env["AWS_ENDPOINT_URL_S3"], aws_access_key_id=env["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=env["AWS_SECRET_ACCESS_KEY"], region_name="us-east-1",
-        )  # fmt: skip
-        client.create_bucket(Bucket="models")
-        yield S3Server(env["AWS_ENDPOINT_URL_S3"], env, root)
 
 
 @pytest.fixture

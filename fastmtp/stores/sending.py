@@ -18,7 +18,7 @@ from botocore.exceptions import ClientError
 
 from fastmtp.errors import IntegrityError
 from fastmtp.stores import parts
-from fastmtp.stores.base import ObjectInfo, OnBytes, Unfinished, code_of, sha256_of
+from fastmtp.stores.base import ObjectInfo, OnBytes, Unfinished, code_of, concerns_credentials, sha256_of, status_of
 
 if TYPE_CHECKING:
     from fastmtp.stores.s3 import S3Store
@@ -27,6 +27,7 @@ COPY_LIMIT = 5 << 30  # of CopyObject
 _COPY_PART = 512 << 20
 _EDGE = 64 << 10
 _TRIES = 3
+_DAMAGED = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"}
 
 
 @dataclass
@@ -61,22 +62,40 @@ class Sending:
 
     def _whole(self) -> None:
         data = self.path.read_bytes()
-        for _ in range(_TRIES):
-            body = self.store.pace.body(data)
-            answer = self.store.call("put_object", Body=body, **self._sums(data), **self.place, **self.about)
-            if not self._spoilt(data, answer):
-                return self.on_bytes(len(data))
-        raise self._differs()
+        self._until_whole("put_object", data, **self._sums(data), **self.about)
 
     def _in_parts(self, unfinished: list[Unfinished]) -> None:
         upload, there = self._adopt(unfinished)
+        try:
+            self._all_parts(upload, there)
+        except (ClientError, IntegrityError) as error:
+            # An upload that cannot be gone on with: begun under other settings, or with a part that arrived damaged in
+            # a store that takes no part twice. Once more, from the start.
+            gone = isinstance(error, IntegrityError) or (upload and status_of(error) in (400, 404, 501))
+            if not gone or concerns_credentials(error):
+                raise
+            self._all_parts(None, {})
+
+    def _all_parts(self, upload: str | None, there: dict[int, dict[str, Any]]) -> None:
+        """Bring every part there, in this upload or a new one, and put them together."""
         if upload is None:
             algorithm = {"ChecksumAlgorithm": "SHA256"} if self.store.checks_sums else {}
-            upload = self.store.call("create_multipart_upload", **self.place, **self.about, **algorithm)["UploadId"]
+            made = self.store.call("create_multipart_upload", **self.place, **self.about, **algorithm)
+            upload = str(made["UploadId"])
         numbers = range(1, -(-self.size // self.part_size) + 1)
-        done = in_threads(
-            lambda number: self._part(upload, number, there.get(number)), numbers, self.store.settings.workers
-        )
+        try:
+            done = in_threads(
+                lambda number: self._part(upload, number, there.get(number)), numbers, self.store.settings.workers
+            )
+            self._complete(upload, done)
+        except (ClientError, IntegrityError) as error:
+            if isinstance(error, IntegrityError) or (
+                status_of(error) in (400, 501) and not concerns_credentials(error)
+            ):
+                self.store.abort(Unfinished(self.key, upload))
+            raise
+
+    def _complete(self, upload: str, done: list[dict[str, Any]]) -> None:
         try:
             self.store.call("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": done}, **self.place)
         except ClientError as error:
@@ -91,9 +110,7 @@ class Sending:
             with contextlib.suppress(ClientError):
                 pages = self.store.pages("list_parts", UploadId=item.token, **self.place)
                 there = {part["PartNumber"]: part for page in pages for part in page.get("Parts", ())}
-                # An upload begun without checksums does not take them later.
-                if not self.store.checks_sums or all("ChecksumSHA256" in part for part in there.values()):
-                    found.append((item, there))
+                found.append((item, there))
         best = max(found, key=lambda one: len(one[1]), default=None)
         for item in unfinished:
             if best is None or item != best[0]:
@@ -109,13 +126,23 @@ class Sending:
         if there and there["Size"] == len(data) and self._same(data, there, sums):
             self.on_bytes(len(data))
             return {"PartNumber": number, "ETag": there["ETag"], **sums}
+        answer = self._until_whole("upload_part", data, UploadId=upload, PartNumber=number, **sums)
+        return {"PartNumber": number, "ETag": answer["ETag"], **sums}
+
+    def _until_whole(self, operation: str, data: bytes, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Send `data`, again where it arrived as something else. Raises IntegrityError where it always does."""
         for _ in range(_TRIES):
-            answer = self.store.call(
-                "upload_part", UploadId=upload, PartNumber=number, Body=self.store.pace.body(data), **sums, **self.place
-            )
-            if not self._spoilt(data, answer):
+            try:
+                answer: dict[str, Any] = self.store.call(
+                    operation, Body=self.store.pace.body(data), **arguments, **self.place
+                )
+            except ClientError as error:
+                if code_of(error) not in _DAMAGED and status_of(error) != 501:
+                    raise
+                continue
+            if not self.store.etags_are_md5 or answer["ETag"].strip('"') == parts.md5(data):
                 self.on_bytes(len(data))
-                return {"PartNumber": number, "ETag": answer["ETag"], **sums}
+                return answer
         raise self._differs()
 
     def _sums(self, data: bytes) -> dict[str, str]:
@@ -124,13 +151,9 @@ class Sending:
         return {"ChecksumSHA256": base64.b64encode(hashlib.sha256(data).digest()).decode()}
 
     def _same(self, data: bytes, there: dict[str, Any], sums: dict[str, str]) -> bool:
-        if sums:
-            return bool(there.get("ChecksumSHA256") == sums["ChecksumSHA256"])
+        if sums and "ChecksumSHA256" in there:
+            return bool(there["ChecksumSHA256"] == sums["ChecksumSHA256"])
         return bool(there["ETag"].strip('"') == parts.md5(data))
-
-    def _spoilt(self, data: bytes, answer: dict[str, Any]) -> bool:
-        """Whether what arrived is known to be something else."""
-        return self.store.etags_are_md5 and answer["ETag"].strip('"') != parts.md5(data)
 
     def _arrived(self) -> ObjectInfo:
         """What the store has now, which must be the file."""

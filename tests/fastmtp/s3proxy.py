@@ -12,6 +12,7 @@ import hashlib
 import http.client
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Proxy:
     """What passed, and what is to go wrong.
 
     Attributes:
+        name: what is behind it.
         fault: what happens to a request; called from several threads.
         checks: refuse bodies that do not have the checksum that their header states, as Amazon's S3 does.
         sent: key -> bytes of bodies that arrived there whole and well.
@@ -45,16 +47,18 @@ class Proxy:
     """
 
     url: str
+    name: str = ""
     fault: Callable[[Request], Fault] = lambda _request: "pass"
     checks: bool = False
     sent: Counter[str] = field(default_factory=Counter)
     requests: list[Request] = field(default_factory=list)
+    active: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def shards_sent(self) -> int:
-        """Bytes of model files, without manifests, pointers and claims."""
-        return sum(
-            count for key, count in self.sent.items() if not key.endswith(".json") and "/.fastmtp/" not in f"/{key}"
-        )
+    def settle(self) -> None:
+        """Return when nothing is under way."""
+        while self.active:
+            time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -100,8 +104,18 @@ class _Handler(BaseHTTPRequestHandler):
         query = parse_qs(parts.query, keep_blank_values=True)
         number = int(query["partNumber"][0]) if "partNumber" in query else None
         request = Request(self.command, parts.path.lstrip("/"), number, query, "x-amz-copy-source" in self.headers)
-        self.state.requests.append(request)
-        fault = self.state.fault(request)
+        with self.state.lock:
+            self.state.active += 1
+            self.state.requests.append(request)
+        try:
+            self._answer(request, body, self.state.fault(request))
+        finally:
+            with self.state.lock:
+                self.state.active -= 1
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _any  # noqa: N815
+
+    def _answer(self, request: Request, body: bytes, fault: Fault) -> None:
         if fault == "slow down":
             return self._refuse(503, "SlowDown")
         if fault == "expired":
@@ -116,8 +130,6 @@ class _Handler(BaseHTTPRequestHandler):
             body = f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
         self._pass_on(request, body, fault)
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _any  # noqa: N815
-
     def _pass_on(self, request: Request, body: bytes, fault: Fault) -> None:
         upstream = http.client.HTTPConnection(self.address, timeout=60)
         try:
@@ -128,7 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             upstream.close()
         if request.method == "PUT" and answer.status == 200 and not request.copies and fault != "spoil":
-            self.state.sent[request.key] += len(body)
+            with self.state.lock:
+                self.state.sent[request.key] += len(body)
         if fault == "drop answer":
             return self._hang_up()
         self.send_response(answer.status)
