@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fastmtp.stage import write_atomic
 from fastmtp.training.headfiles import HeadFiles
 from fastmtp.training.loop import Run
 from fastmtp.training.plan import make_plan
-from fastmtp.training.saves import Saves
+from fastmtp.training.saves import Saves, held
 from fastmtp.training.world import World
 
 REQUEST, PROGRESS, LOG = "request.json", "progress.jsonl", "torchrun.log"
@@ -54,7 +55,7 @@ def run_here(request: Request, reporter: Reporter) -> dict[str, Any]:
     checkpoint = open_checkpoint(request.model)
     store = RowStore(request.data, fingerprint(checkpoint))
     plan = make_plan(store.split("train"), store.split("holdout"), request.config)
-    with World(request.config) as world:
+    with World(request.config) as world, held(request.saves) if world.main else nullcontext():
         saves = Saves(request.saves, world)
         files = HeadFiles(checkpoint, request.head)
         run = Run(files, store, plan, request.config, saves, world, reporter)

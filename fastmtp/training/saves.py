@@ -12,11 +12,14 @@ other along its first axis, so any number of processes can read them back. Safet
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -26,11 +29,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fastmtp.errors import InputError
 from fastmtp.protocol import Measurement
 from fastmtp.stage import fsync_directory, write_atomic
 from fastmtp.training.world import World, is_spread, local
 
 RUN = "run.json"
+LOCK = ".lock"
+LOCK_SECONDS = 30.0
 STATE = "state.json"
 Kind = Literal["last", "best"]
 
@@ -137,6 +143,29 @@ def claim(root: Path, identity: str) -> None:
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
         write_atomic(root / RUN, json.dumps({"identity": identity}).encode())
+
+
+@contextlib.contextmanager
+def held(root: Path) -> Iterator[None]:
+    """Keep other runs out of the directory, and wait for one that is about to end: processes whose parent was killed
+    still save what they did.
+
+    Raises:
+        InputError: another process is still training there.
+    """
+    with (root / LOCK).open("a") as file:
+        begun = time.monotonic()
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() - begun > LOCK_SECONDS:
+                    raise InputError(
+                        f"Another process is still training with {root}.", mend="Wait for it, or end it."
+                    ) from error
+                time.sleep(0.1)
+        yield
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 
 from fastmtp.config import TrainConfig
+from fastmtp.errors import InputError
 from fastmtp.protocol import Measurement
-from fastmtp.training.saves import STATE, Estimate, Saves, State, claim, read_tensors
+from fastmtp.training.saves import STATE, Estimate, Saves, State, claim, held, read_tensors
 from fastmtp.training.world import World
 
 
@@ -105,6 +108,26 @@ def test_saves_of_another_run_are_removed(saves: Saves) -> None:
     assert saves.last() is not None
     claim(saves.root, "two")
     assert saves.last() is None
+
+
+def test_a_run_waits_for_one_that_is_about_to_end_and_not_for_ever(
+    saves: Saves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"""
+import fcntl, time
+file = open({str(saves.root / ".lock")!r}, "a")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(1.0)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with monkeypatch.context() as patch, pytest.raises(InputError, match="still training"):
+            patch.setattr("fastmtp.training.saves.LOCK_SECONDS", 0.1)
+            with held(saves.root):
+                pass
+        with held(saves.root):
+            assert other.wait(timeout=5) == 0
 
 
 def test_nothing_is_pickled(saves: Saves) -> None:
