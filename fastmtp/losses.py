@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmtp.sweeps import KINDS, Found, one_sweep, two_sweeps
+from fastmtp.sweeps import KINDS, Found, compute_type, one_sweep, two_sweeps
 
 CROSS_ENTROPY: Mapping[str, float] = MappingProxyType({"ce": 1.0})
 _CHUNK_BYTES = 256 * 2**20
@@ -95,11 +95,9 @@ class _TokenLosses(torch.autograd.Function):
         scale: Tensor,
         chunk_bytes: int,
     ) -> tuple[Tensor, ...]:
-        # A CPU multiplies in fp32, tile by tile, whatever the stored type; a GPU in the stored type, summed in fp32.
-        compute = torch.float32 if states.device.type == "cpu" else weight.dtype
-        found = Found(
-            mixture, targets, torch.zeros(states.shape, device=states.device) if ctx.needs_input_grad[0] else None
-        )
+        compute = compute_type(weight)
+        slope = torch.zeros(states.shape, device=states.device) if ctx.needs_input_grad[0] else None
+        found = Found(mixture, targets, slope)
         with torch.autocast(states.device.type, enabled=False):
             if teacher is None:
                 one_sweep(found, states.to(compute), weight, chunk_bytes)
@@ -107,7 +105,7 @@ class _TokenLosses(torch.autograd.Function):
                 two_sweeps(found, states.to(compute), teacher.to(compute), weight, chunk_bytes)
             per_token = torch.stack([share * found.each[kind] for kind, share in mixture.items()]).sum(0)
             total = (per_token * scale).sum()
-            slope = None if found.slope is None else found.slope.mul_(scale[:, None]).to(states.dtype)
+            slope = None if slope is None else slope.mul_(scale[:, None]).to(states.dtype)
         hits = found.labels >= found.highest
         ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(hits, *found.each.values())

@@ -74,6 +74,11 @@ class Place:
         tile.scatter_add_(1, self.column, (self.inside * value).to(tile.dtype)[:, None])
 
 
+def compute_type(weight: Tensor) -> torch.dtype:
+    """A CPU multiplies in fp32, tile by tile, whatever the stored type; a GPU in the stored type, summed in fp32."""
+    return torch.float32 if weight.device.type == "cpu" else weight.dtype
+
+
 def one_sweep(found: Found, states: Tensor, weight: Tensor, chunk_bytes: int) -> None:
     """Cross-entropy, by the formula above.
 
@@ -115,77 +120,97 @@ def two_sweeps(found: Found, states: Tensor, teacher: Tensor, weight: Tensor, ch
     """Any mixture, a chunk of tokens at a time: first the normalisers, then the gradient."""
     vocabulary = weight.shape[0]
     size = max(1, min(len(states), chunk_bytes // (2 * 4 * vocabulary)))
-    buffers = torch.empty(2, size, vocabulary, device=states.device)
+    buffers = torch.empty(2, size * vocabulary, device=states.device)
     for part in _slices(len(states), size):
-        own, other = buffers[:, : len(states[part])]
-        _Chunk(found, part, own, other).run(states[part], teacher[part], weight)
+        chunk = _Chunk(found, part, weight, buffers)
+        chunk.exponentiate(states[part], teacher[part])
+        above = chunk.compare() if "tv" in found.mixture else None
+        if found.slope is not None:
+            chunk.differentiate(found.slope[part], above)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A stretch of the vocabulary, for the n tokens of a chunk.
+
+    Attributes:
+        own, other: [n, w] fp32, the head's and the teacher's: logits, then exponentials, then probabilities.
+        scratch: [n, w] fp32.
+    """
+
+    span: slice
+    own: Tensor
+    other: Tensor
+    scratch: Tensor
 
 
 class _Chunk:
-    """Losses of a chunk of n tokens against the teacher.
+    """Losses of the n tokens in `part` against the teacher; `buffers` is [2, at least n * V] fp32."""
 
-    Args:
-        part: which of the tokens.
-        own, other: [n, V] fp32 buffers for the head's and the teacher's logits, which become probabilities.
-    """
+    def __init__(self, found: Found, part: slice, weight: Tensor, buffers: Tensor) -> None:
+        self.found, self.part, self.weight = found, part, weight
+        count, device = part.stop - part.start, weight.device
+        width = (_CPU_TILE if device.type == "cpu" else _GPU_TILE)[1]
+        scratch = torch.empty(count * min(width, len(weight)), device=device)
 
-    def __init__(self, found: Found, part: slice, own: Tensor, other: Tensor) -> None:
-        self.found, self.part, self.own, self.other = found, part, own, other
-        width = (_CPU_TILE if own.device.type == "cpu" else _GPU_TILE)[1]
-        self.tiles = _slices(own.shape[1], width)
+        def view(flat: Tensor, span: slice, start: int) -> Tensor:
+            return flat[count * start : count * (start + span.stop - span.start)].view(count, -1)
 
-    def run(self, states: Tensor, teacher: Tensor, weight: Tensor) -> None:
-        self._exponentiate(states, teacher, weight)
-        above = self._compare()
-        if self.found.slope is not None:
-            self._differentiate(self.found.slope[self.part], above, weight, states.dtype)
+        self.tiles = [
+            _Tile(span, view(buffers[0], span, span.start), view(buffers[1], span, span.start), view(scratch, span, 0))
+            for span in _slices(len(weight), width)
+        ]
 
-    def _exponentiate(self, states: Tensor, teacher: Tensor, weight: Tensor) -> None:
+    def exponentiate(self, states: Tensor, teacher: Tensor) -> None:
         """Logits, and their exponentials against each tile's own highest; ends with the factors that normalise them."""
         tops, norms, dots = [], [], []
         for tile in self.tiles:
-            rows = weight[tile].to(states.dtype)
-            own, other = _logits(states, rows, self.own[:, tile]), _logits(teacher, rows, self.other[:, tile])
-            highest, _ = self.found.see(own, self.part, tile.start)
-            gap = other - own if "kl" in self.found.mixture else None
+            rows = self.weight[tile.span].to(states.dtype)
+            own, other = _logits(states, rows, tile.own), _logits(teacher, rows, tile.other)
+            highest, _ = self.found.see(own, self.part, tile.span.start)
             pair = torch.stack([highest, other.amax(1)])
+            if "kl" in self.found.mixture:
+                torch.sub(other, own, out=tile.scratch)
             own.sub_(pair[0, :, None]).exp_()
             other.sub_(pair[1, :, None]).exp_()
             tops.append(pair)
             norms.append(torch.stack([own.sum(1), other.sum(1)]))
-            if gap is not None:
-                dots.append(gap.mul_(other).sum(1))
+            if "kl" in self.found.mixture:
+                dots.append(tile.scratch.mul_(other).sum(1))
         top = torch.stack(tops)
         lse = (top + torch.stack(norms).log()).logsumexp(0)
-        self.factors = (top - lse).exp()  # [tiles, 2, n]
+        self.factors = (top - lse).exp_()[..., None]  # [tiles, 2, n, 1]
         each, part = self.found.each, self.part
         each["ce"][part] = lse[0] - self.found.labels[part]
         if dots:
-            each["kl"][part] = (self.factors[:, 1] * torch.stack(dots)).sum(0) + lse[0] - lse[1]
+            each["kl"][part] = (self.factors[:, 1, :, 0] * torch.stack(dots)).sum(0) + lse[0] - lse[1]
 
-    def _compare(self) -> Tensor:
-        """Normalise both to probabilities; total variation. Returns [n]: sum of p where p > q, 0 unless `tv` counts."""
-        above = torch.zeros(self.own.shape[0], device=self.own.device)
-        for tile, (own_factor, other_factor) in zip(self.tiles, self.factors[..., None], strict=True):
-            own, other = self.own[:, tile].mul_(own_factor), self.other[:, tile].mul_(other_factor)
-            if "tv" in self.found.mixture:
-                gap = own - other
-                above += (own * (gap > 0)).sum(1)
-                self.found.each["tv"][self.part] += gap.clamp_min_(0).sum(1)
-        return above
+    def compare(self) -> Tensor:
+        """Total variation, on probabilities. Returns [n, 1]: the sum of p where p > q."""
+        above = torch.zeros(self.part.stop - self.part.start, device=self.weight.device)
+        variation = self.found.each["tv"][self.part]
+        for tile, (own_factor, other_factor) in zip(self.tiles, self.factors, strict=True):
+            torch.sub(tile.own.mul_(own_factor), tile.other.mul_(other_factor), out=tile.scratch)
+            variation += tile.scratch.clamp_min_(0).sum(1)
+            above += tile.scratch.gt_(0).mul_(tile.own).sum(1)
+        self.factors.fill_(1.0)
+        return above[:, None]
 
-    def _differentiate(self, slope: Tensor, above: Tensor, weight: Tensor, compute: torch.dtype) -> None:
+    def differentiate(self, slope: Tensor, above: Tensor | None) -> None:
         """d loss / d state. By logit: ce: p - onehot; kl: p - q; tv: p * ([p > q] - sum of p where p > q)."""
         ce, kl, tv = (self.found.mixture.get(kind, 0.0) for kind in KINDS)
-        for tile in self.tiles:
-            own, other = self.own[:, tile], self.other[:, tile]
-            share = (ce + kl - tv * above)[:, None]
-            if tv:
-                share = share + tv * (own > other)
-            own.mul_(share).sub_(other, alpha=kl)
-            place = Place.of(self.found.targets[self.part] - tile.start, own.shape[1])
-            place.add(own, -ce)
-            _add_product(slope, own, weight[tile].to(compute))
+        for tile, (own_factor, other_factor) in zip(self.tiles, self.factors, strict=True):
+            if above is None:
+                tile.own.mul_(own_factor * (ce + kl))
+            else:
+                torch.gt(tile.own, tile.other, out=tile.scratch)
+                tile.own.mul_(tile.scratch.mul_(tv).add_(ce + kl - tv * above))
+            if kl:
+                tile.own.addcmul_(tile.other, other_factor, value=-kl)
+            if ce:
+                place = Place.of(self.found.targets[self.part] - tile.span.start, tile.own.shape[1])
+                place.add(tile.own, -ce)
+            _add_product(slope, tile.own, self.weight[tile.span].to(compute_type(self.weight)))
 
 
 def _slices(count: int, size: int) -> list[slice]:
