@@ -100,7 +100,8 @@ def _plan(checkpoint: Checkpoint, head: Path, data: Path, config: TrainConfig, t
     store = RowStore(data, fingerprint(checkpoint))
     found = make_plan(store.split("train"), store.split("holdout"), config)
     files = HeadFiles(checkpoint, head)
-    memory = needs(files.parameters, files.shared, text_config(checkpoint.config), config, processes)
+    tokens = min(config.micro_tokens, found.step_tokens)
+    memory = needs(files.parameters, files.shared, text_config(checkpoint.config), config, processes, tokens)
     require_room(memory, device, target.absolute().parent)
     spread = ", spread over them" if config.shard and processes > 1 else ""
     text = (

@@ -69,6 +69,7 @@ class HeadFiles:
     def write(self, stored: Mapping[str, Tensor], directory: Path) -> None:
         """Write a head like the result of extract."""
         save_file({key: value.contiguous() for key, value in stored.items()}, directory / HEAD_FILE, {"format": "pt"})
+        (directory / HEAD_FILE).chmod(0o644)  # safetensors makes files that only their owner reads
         shutil.copyfile(self._directory / CONFIG, directory / CONFIG)
 
     def _tensor(self, entry: TensorEntry) -> Tensor:

@@ -197,7 +197,7 @@ class Run:
         self._copy_story(directory)
         return {
             "steps": state.steps, "rows": self._plan.rows, "tokens": state.tokens, **moved,
-            "tensors_changed_as_stored": count_changed(self._files.native, stored),
+            "tensors_stored": len(stored), "tensors_changed_as_stored": count_changed(self._files.native, stored),
             "estimates": [{"step": estimate.step, **flat(estimate.found)} for estimate in state.estimates],
             "best": state.best.model_dump(), "best_step": state.best_step if self._held_out else state.steps,
             "recursion": self._config.recursion, "processes": self._world.size,

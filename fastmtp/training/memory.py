@@ -49,13 +49,16 @@ class Needs:
         )
 
 
-def needs(parameters: int, shared: int, text: Mapping[str, Any], config: TrainConfig, processes: int) -> Needs:
+def needs(
+    parameters: int, shared: int, text: Mapping[str, Any], config: TrainConfig, processes: int, tokens: int
+) -> Needs:
     """What training takes.
 
     Args:
         parameters: of the head.
         shared: elements of embedding and output head, once when they are tied.
         text: the text part of config.json.
+        tokens: most that a process runs through the head at once.
     """
     width = 2 if config.dtype == "bfloat16" else 4
     spread = processes if config.shard else 1
@@ -67,7 +70,7 @@ def needs(parameters: int, shared: int, text: Mapping[str, Any], config: TrainCo
     inner = 0 if config.recompute else 4 * _inner(text)
     # Under autocast norms and sums stay in fp32, and about half of what is kept is theirs.
     bytes_each = 3 if width == 2 else 4
-    kept = config.micro_tokens * config.num_steps * bytes_each * (14 * hidden + 6 * heads + inner)
+    kept = tokens * config.num_steps * bytes_each * (14 * hidden + 6 * heads + inner)
     return Needs(state=state, verifier=width * shared, passing=kept, disk=(2 * 12 + 4 + 4) * parameters)
 
 
