@@ -105,7 +105,7 @@ class LocalFiles:
 
 
 class S3Files:
-    """Objects below an s3:// prefix; credentials and endpoint come from boto3's own chain."""
+    """Objects below an s3:// prefix, or a published version; credentials and endpoint come from boto3's own chain."""
 
     probe = REMOTE_PROBE
     root: Path | None = None
@@ -119,6 +119,8 @@ class S3Files:
         # An endpoint that is not there is found out in seconds.
         with self._explained(self.name):
             self._client = s3_client(attempts=3, connect_timeout=5, read_timeout=10)
+        # Set by `list` where this is a published version, whose manifest says what is there.
+        self._version: Files | None = None
 
     def list(self) -> dict[str, FileInfo]:
         """Objects below the prefix. Raises CheckpointError when the bucket cannot be listed, or holds none there."""
@@ -131,6 +133,11 @@ class S3Files:
                     name = item["Key"].removeprefix(self._prefix)
                     if name and not name.endswith("/") and not hidden(name):
                         found[name] = FileInfo(int(item["Size"]), item.get("ETag", "").strip('"'))
+        from fastmtp.published import version_files
+
+        self._version = version_files(self.name, found)
+        if self._version:
+            return self._version.list()
         if not found:
             raise CheckpointError(f"{self.name} holds nothing.", mend="Name the checkpoint's prefix.", pointer="/model")
         return dict(sorted(found.items()))
@@ -139,6 +146,8 @@ class S3Files:
         """One ranged GET. boto3 tries again only before the first byte; this does so too where a body breaks off."""
         if begin == end:
             return b""
+        if self._version:
+            return self._version.read(name, begin, end)
         path, wanted, data = f"{self.name}/{name}", f"bytes={begin}-{end - 1}", b""
         with self._explained(path):
             for last in (False, False, True):

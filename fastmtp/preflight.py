@@ -20,6 +20,7 @@ from fastmtp.families import families
 from fastmtp.files import is_hub, is_local, local_path
 from fastmtp.inspection import describe, look
 from fastmtp.norms import check_norms
+from fastmtp.published import require_allowed
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def check_job(spec: JobSpec, policy: Policy) -> dict[str, Any]:
 def check_model(model: str, policy: Policy) -> dict[str, Any]:
     """Judge a model from its headers, and its norms. Raises CheckpointError unless a job can use it as it is."""
     checkpoint, head, faults = look(model)
+    if model.startswith("s3://") and policy.sources is not None:
+        require_allowed(model, lambda uri: policy.require_source(uri, "/model"))
     require(faults, serving=True)
     assert head is not None
     if not head.family.trainable:

@@ -68,7 +68,10 @@ def s3_client(
     if settings:
         # Parts are proved one by one, by checksum or ETag: to sign each payload too would hash every byte again.
         s3["payload_signing_enabled"] = False
-        options = {"request_checksum_calculation": "when_required", "max_pool_connections": settings.workers + 4}
+        options = {
+            "request_checksum_calculation": "when_required", "response_checksum_validation": "when_required",
+            "max_pool_connections": 2 * settings.workers + 4,
+        }  # fmt: skip
     # A session of its own: boto3's default one is shared between threads and keeps its first credentials for good.
     session = botocore.session.get_session()
     session.register_component("data_loader", _descriptions())

@@ -17,7 +17,7 @@ MIN_PART = 5 << 20
 MAX_PART = 5 << 30
 MAX_PARTS = 10_000
 MAX_OBJECT = 5 << 40
-DEFAULT_PART = 16 << 20
+DEFAULT_PART = 8 << 20
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
