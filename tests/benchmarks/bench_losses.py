@@ -22,7 +22,7 @@ KINDS = ("ce", "kl", "tv")
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     states = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    weight = torch.randn(VOCABULARY, HIDDEN) * 0.05
+    weight = torch.randn(VOCABULARY, HIDDEN).mul_(0.05)
     return states, weight, torch.randint(VOCABULARY, (TOKENS,)), torch.randn(TOKENS, HIDDEN)
 
 
