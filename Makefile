@@ -1,7 +1,7 @@
 # make setup   both environments; a second run installs nothing
 # make demo    the whole chain once, real, from one command; make up starts the same services and stays
 # make check   lint, format and types; make test: all tests; make bench [NAME=...]: benchmarks into .bench/
-.PHONY: setup demo up check format test bench study lock clean
+.PHONY: setup demo up check format test bench study gpu-check lock clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -65,6 +65,10 @@ bench: setup
 # Recursions and losses compared through a real vLLM, three seeds each: most of an hour on two cores.
 study: setup
 	.venv/bin/python -m tests.benchmarks.study $(ARGS)
+
+# On a CUDA device: head and losses against the CPU, a step against the card's limits. Elsewhere it says so.
+gpu-check: .venv/.installed
+	.venv/bin/python -m tests.benchmarks.gpu_check
 
 lock: .venv/.installed
 	{ sed -n '/^#/p' constraints.txt; .venv/bin/pip freeze --exclude-editable | sed 's/^torch==.*/torch==2.13.0/'; } > constraints.new
