@@ -134,7 +134,7 @@ def prepare(job: JobFile, out: Out, as_json: AsJson = False) -> None:
 
     spec = JobSpec.from_yaml(job)
     with Reporter("prepare") as reporter:
-        manifest = run_prepare(resolve_model(spec.model), spec.data, out, reporter)
+        manifest = run_prepare(resolve_model(spec.model, reporter), spec.data, out, reporter)
     summary = manifest.summary
     text = f"{out}: {summary['rows']} of {summary['rows_in']} rows, {summary['tokens_supervised']} supervised tokens"
     print_result(manifest.model_dump(mode="json"), as_json, text)
@@ -164,7 +164,7 @@ def train(
         print_result(found, as_json, str(found["text"]))
         return
     with Reporter("train") as reporter:
-        manifest = run_train(resolve_model(spec.model), head, data, spec.train, out, reporter)
+        manifest = run_train(resolve_model(spec.model, reporter), head, data, spec.train, out, reporter)
     best = manifest.summary["best"]["mean_acceptance_length"]
     text = f"{out}: {manifest.summary['steps']} steps, held-out mean acceptance length {best:.3f}; see {out}/curves.png"
     print_result(manifest.model_dump(mode="json"), as_json, text)
@@ -193,7 +193,7 @@ def stitch(
     from fastmtp.table import size
 
     with Reporter("stitch") as reporter:
-        manifest = run_stitch(resolve_model(model), head, out, reporter, mode=mode.value, mend=mend)
+        manifest = run_stitch(resolve_model(model, reporter), head, out, reporter, mode=mode.value, mend=mend)
     found = manifest.summary
     links = sorted(set(found["links"].values()))
     text = f"{out}: {found['tensors_changed']} of {found['tensors_of_head']} tensors changed, "
@@ -217,8 +217,8 @@ def evaluate(
     from fastmtp.pipeline import resolve_model
 
     spec = JobSpec.from_yaml(job)
-    heads = {"base": resolve_model(base), "tuned": tuned}
     with Reporter("evaluate") as reporter:
+        heads = {"base": resolve_model(base, reporter), "tuned": tuned}
         manifest = run_evaluate(heads, spec.evaluate, spec.gate, out, reporter)
     summary = manifest.summary
     _show({name: Measurement.model_validate(summary[name]) for name in heads}, as_json)

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from fastmtp.checkpoint import open_checkpoint
 from fastmtp.config import PublishConfig
 from fastmtp.errors import ConfigError, IntegrityError
-from fastmtp.fetch import Allow, Source, fetch, read_record
+from fastmtp.fetch import Allow, fetch
+from fastmtp.fetching import Source, read_record
 from fastmtp.hashing import remembered, sha256_all
 from fastmtp.progress import Reporter
 from fastmtp.stage import FileEntry, Manifest, digest_of, read_manifest, run_stage

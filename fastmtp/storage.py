@@ -36,8 +36,8 @@ from fastmtp.stores.base import (
     whole,
 )
 from fastmtp.stores.claim import Claim
+from fastmtp.stores.client import s3_client
 from fastmtp.stores.parts import undecorated
-from fastmtp.stores.s3 import s3_client
 
 __all__ = ["latest", "probe", "read_bytes", "reason", "s3_client", "verify"]
 

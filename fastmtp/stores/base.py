@@ -68,6 +68,9 @@ class Store(Protocol):
     def check(self) -> None:
         """Raise unless the place is there, or can be made."""
 
+    def learn(self) -> None:
+        """Find out what the store checks, where it may be written to."""
+
     def uri(self, key: str) -> str: ...
 
     def key_of(self, uri: str) -> str | None:

@@ -29,6 +29,8 @@ def clear(store: Store, needed: Set[str], *, but: str | None = None) -> None:
 
     Only for the only writer of a destination: then whoever began it is gone.
     """
+    # Written and deleted by the only writer, within a moment, unless that was its last.
+    store.delete(store.objects(".fastmtp/trial-"))
     for key in store.objects(BEGUN):
         data = whole(store, key)
         found = json.loads(data) if data else {}

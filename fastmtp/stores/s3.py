@@ -6,8 +6,7 @@ sent checksums are checked and whether ETags are MD5 digests, and what neither p
 
 from __future__ import annotations
 
-import base64
-import functools
+import hashlib
 import os
 import threading
 import time
@@ -16,9 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import boto3
-import botocore.session
-from botocore.config import Config
 from botocore.exceptions import (
     ClientError,
     ConnectionClosedError,
@@ -26,7 +22,6 @@ from botocore.exceptions import (
     ReadTimeoutError,
     ResponseStreamingError,
 )
-from botocore.loaders import create_loader
 
 from fastmtp.stores import parts
 from fastmtp.stores.base import (
@@ -38,52 +33,17 @@ from fastmtp.stores.base import (
     concerns_credentials,
     status_of,
 )
+from fastmtp.stores.client import s3_client
 from fastmtp.stores.pacing import Pace
 from fastmtp.stores.settings import StoreSettings
 
-HIDDEN = ".fastmtp"
+TRIAL = ".fastmtp/trial-"
 # What a store answers that does not copy, or not this: the file is then sent.
 _NO_COPY = {400, 403, 404, 405, 412, 501}
 _LONG = 900.0
 _READS = 5
 # What a body that ends early raises; boto3 tries again only before the first byte.
 _BROKEN_OFF = (ConnectionClosedError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError)
-
-
-def s3_client(
-    *,
-    attempts: int = 5,
-    connect_timeout: float = 10.0,
-    read_timeout: float = 60.0,
-    settings: StoreSettings | None = None,
-) -> Any:  # noqa: ANN401 - boto3 is untyped
-    """A client whose endpoint and credentials come from boto3's own chain."""
-    addressing = settings.addressing if settings else "auto"
-    custom = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if addressing == "auto":
-        # Endpoints other than Amazon's seldom answer to bucket.host names.
-        addressing = "path" if custom else "auto"
-    s3: dict[str, Any] = {"addressing_style": addressing}
-    options: dict[str, Any] = {}
-    if settings:
-        # Parts are proved one by one, by checksum or ETag: to sign each payload too would hash every byte again.
-        s3["payload_signing_enabled"] = False
-        options = {
-            "request_checksum_calculation": "when_required", "response_checksum_validation": "when_required",
-            "max_pool_connections": 2 * settings.workers + 4,
-        }  # fmt: skip
-    # A session of its own: boto3's default one is shared between threads and keeps its first credentials for good.
-    session = botocore.session.get_session()
-    session.register_component("data_loader", _descriptions())
-    retries = {"mode": "standard", "max_attempts": attempts}
-    config = Config(s3=s3, retries=retries, connect_timeout=connect_timeout, read_timeout=read_timeout, **options)
-    return boto3.session.Session(botocore_session=session).client("s3", config=config)
-
-
-@functools.cache
-def _descriptions() -> Any:  # noqa: ANN401
-    """boto3's descriptions of the service, read once: they take most of the time that a new client takes."""
-    return create_loader()
 
 
 class S3Store:
@@ -130,24 +90,34 @@ class S3Store:
         self.call("head_bucket")
 
     def learn(self) -> None:
-        """Find out, by one small object with a wrong checksum, what this store checks and what its ETags are."""
+        """Find out, by small objects, what this store checks and what its ETags are.
+
+        One that refuses a wrong checksum and takes the right one checks them; one that refuses both knows none.
+        """
         with self._lock:
             if self.checks_sums is not None:
                 return
-            data, key = uuid.uuid4().bytes, self.full(f"{HIDDEN}/trial-{uuid.uuid4().hex}")
-            wanted = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported").lower() != "when_required"
-            wrong = {"ChecksumSHA256": base64.b64encode(bytes(32)).decode()} if wanted else {}
+            data, key = uuid.uuid4().bytes, self.full(f"{TRIAL}{uuid.uuid4().hex}")
             arguments = {"Bucket": self.bucket, "Key": key, "Body": data, **self.settings.write_arguments()}
-            try:
-                answer = self._client.put_object(**arguments, **wrong)
-            except ClientError as error:
-                if not wanted or status_of(error) != 400 or concerns_credentials(error):
-                    raise
-                self.checks_sums = True
-                return
-            self.etags_are_md5 = answer["ETag"].strip('"') == parts.md5(data)
+            wanted = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported").lower() != "when_required"
+            right = parts.base64_of(hashlib.sha256(data).hexdigest())
+            checks = wanted and not self._takes(arguments, parts.base64_of(bytes(32).hex()))
+            checks = checks and self._takes(arguments, right)
+            answer = self._client.put_object(**arguments)
             self._client.delete_object(Bucket=self.bucket, Key=key)
-            self.checks_sums = False
+            # Where checksums are checked, to compute MD5 as well would only take time.
+            self.etags_are_md5 = not checks and answer["ETag"].strip('"') == parts.md5(data)
+            self.checks_sums = checks
+
+    def _takes(self, arguments: dict[str, Any], checksum: str) -> bool:
+        """Whether the store takes an object with that checksum."""
+        try:
+            self._client.put_object(**arguments, ChecksumSHA256=checksum)
+        except ClientError as error:
+            if status_of(error) not in (400, 501) or concerns_credentials(error):
+                raise
+            return False
+        return True
 
     def uri(self, key: str) -> str:
         return f"s3://{self.bucket}/{self.full(key)}"
@@ -230,13 +200,14 @@ class S3Store:
         size = path.stat().st_size
         if info.size != size:
             return False
+        part_size = self._part_size(key, info)
         if self.checks_sums and info.checksum:
-            kept = parts.undecorated(info.checksum)
-            if kept in (parts.base64_of(sha256), parts.composite(path, self.settings.part_size_for(key, size))):
+            own = parts.composite(path, part_size) if "-" in info.stamp else parts.base64_of(sha256)
+            if parts.undecorated(info.checksum) == own:
                 return True
         # A stamp that is the file's MD5, in one piece or in equal parts, says that the bytes are the file's. Another
         # one says nothing: what an ETag is made of differs between stores and kinds of encryption.
-        return True if parts.md5_stamp(path, info.stamp, self._part_size(key, info)) == info.stamp else None
+        return True if parts.md5_stamp(path, info.stamp, part_size) == info.stamp else None
 
     def _part_size(self, key: str, info: ObjectInfo) -> int:
         """Bytes of the parts an object was sent in; its size where it was sent in one."""

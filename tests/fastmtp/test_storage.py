@@ -14,6 +14,7 @@ from botocore.exceptions import ClientError
 
 from fastmtp import fetch, storage
 from fastmtp.errors import CheckpointError, ConfigError, DestinationError, InputError, IntegrityError
+from fastmtp.fetching import RECORD
 from fastmtp.progress import Reporter
 from fastmtp.stage import FileEntry, sha256_file
 from fastmtp.stores import begun
@@ -106,7 +107,7 @@ def test_round_trip(uri: str, result: Result, tmp_path: Path) -> None:
     assert storage.verify(uri, manifest) == 3
     assert storage.read_bytes(uri + "v-1/sub/small.txt") == b"small"
     assert get(uri, tmp_path / "back")["fetched"] == 3
-    assert {name: entry.sha256 for name, entry in entries(tmp_path / "back").items() if name != fetch.RECORD} == {
+    assert {name: entry.sha256 for name, entry in entries(tmp_path / "back").items() if name != RECORD} == {
         name: entry.sha256 for name, entry in files.items()
     }
     assert get(uri + "v-1", tmp_path / "back") == {"fetched": 0, "bytes_fetched": 0, "found": 3}
