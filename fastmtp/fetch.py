@@ -39,7 +39,7 @@ def find(uri: str, pointer: str = "/model") -> Source:
         manifest = None if alias else manifest_of(store, "")
         manifest = manifest or latest(place, alias or None)
         if manifest:
-            return Source(place, str(manifest["version"]), _checked(uri, manifest["files"]))
+            return Source(place, str(manifest["version"]), _checked(uri, _here(place, manifest)))
         found = {} if alias else store.objects()
     except (*ERRORS, ValueError) as error:
         if isinstance(error, InputError):
@@ -93,7 +93,7 @@ def fetch_any(uri: str, directory: Path, reporter: Reporter, reuse: Sequence[Pat
 
         snapshot = hub_snapshot(uri)
         uri = f"file://{snapshot.resolve()}"
-    with explained(uri, ""):
+    with explained(uri, "", CheckpointError):
         return fetch(find(uri, ""), directory, reporter, reuse=reuse)
 
 
@@ -110,9 +110,19 @@ def cached_model(uri: str, reporter: Reporter, allow: Allow | None = None) -> Pa
     identity = source.version or digest_of([[entry["name"], entry["stamp"]] for entry in source.entries])
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", source.uri.partition("://")[2]).strip("-.")[-80:]
     target = cache_directory() / "models" / f"{slug}-{digest_of([source.uri, identity])[:12]}"
-    with explained(uri, "/model"):
+    with explained(uri, "/model", CheckpointError):
         fetch(source, target, reporter, allow=allow)
     return target
+
+
+def _here(place: str, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """A version's entries; files of its own are where it is now, which may be a copy of where it was published."""
+    then, version = f"{manifest.get('uri', place)}/", str(manifest["version"])
+    now = place if place.endswith(f"/{version}") else f"{place}/{version}"
+    return [
+        {**entry, "uri": f"{now}/{entry['uri'].removeprefix(then)}" if entry["uri"].startswith(then) else entry["uri"]}
+        for entry in manifest["files"]
+    ]
 
 
 def _checked(uri: str, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -109,10 +109,10 @@ class Fetching:
         """Whether the file is in the partial directory, or could be linked into it."""
         if sha256 is None:
             # Without a digest, only the record of an earlier fetch can tell, by the object's stamp.
-            return self._link_if(self.directory / entry["name"], target, self._recorded(entry, info))
+            return self._link_if(self.directory / entry["name"], target, info.size, self._recorded(entry, info))
         if target.is_file() and target.stat().st_size == entry["size"] and sha256_cached(target) == sha256:
             return True
-        return any(self._link_if(directory / entry["name"], target, sha256) for directory in self.reuse)
+        return any(self._link_if(directory / entry["name"], target, info.size, sha256) for directory in self.reuse)
 
     def _recorded(self, entry: dict[str, Any], info: ObjectInfo) -> str | None:
         for known in (read_record(self.directory) or {"files": []})["files"]:
@@ -120,8 +120,8 @@ class Fetching:
                 return str(known["sha256"])
         return None
 
-    def _link_if(self, path: Path, target: Path, sha256: str | None) -> bool:
-        if sha256 is None or not path.is_file() or sha256_cached(path) != sha256:
+    def _link_if(self, path: Path, target: Path, size: int, sha256: str | None) -> bool:
+        if sha256 is None or not path.is_file() or path.stat().st_size != size or sha256_cached(path) != sha256:
             return False
         target.unlink(missing_ok=True)
         try:

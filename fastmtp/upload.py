@@ -244,7 +244,8 @@ class _Publishing:
             kept = {"checksum": info.checksum} if self.store.checks_sums and info.checksum else {}
             item = {"name": name, "uri": uri, "size": entry.size, "sha256": entry.sha256, "stamp": info.stamp, **kept}
             listed.append(item)
-        manifest = {"version": self.version, "created": time.time(), **self.about, "files": listed}
+        place = {"version": self.version, "uri": self.store.uri(self.version)}
+        manifest = {**place, "created": time.time(), **self.about, "files": listed}
         key, data = f"{self.version}/{MANIFEST}", json.dumps(manifest, indent=1).encode()
         # An answer lost on the way is asked for again, and then finds our own.
         with contextlib.suppress(Conflict):

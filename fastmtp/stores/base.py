@@ -15,7 +15,7 @@ from typing import Protocol
 
 from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, NoCredentialsError
 
-from fastmtp.errors import DestinationError
+from fastmtp.errors import DestinationError, InputError
 from fastmtp.stores.settings import StoreSettings
 
 BLOCK = 8 << 20
@@ -154,15 +154,15 @@ def whole(store: Store, key: str) -> bytes | None:
 
 
 @contextlib.contextmanager
-def explained(uri: str, pointer: str = "/publish/uri") -> Iterator[None]:
-    """Turn what a store raises into a DestinationError that says what is wrong with `uri`."""
+def explained(uri: str, pointer: str = "/publish/uri", kind: type[InputError] = DestinationError) -> Iterator[None]:
+    """Turn what a store raises into an error of `kind` that says what is wrong with `uri`."""
     try:
         yield
     except ERRORS as error:
         mend = "Check that the bucket or directory exists and that the credentials may use it."
         if concerns_credentials(error):
             mend = "Renew the credentials and run it again: it goes on where it was."
-        raise DestinationError(f"{uri}: {reason(error)}.", mend=mend, pointer=pointer) from error
+        raise kind(f"{uri}: {reason(error)}.", mend=mend, pointer=pointer) from error
 
 
 def code_of(error: Exception) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Set
 
+from fastmtp.stage import MANIFEST
 from fastmtp.stores.base import Store, whole
 
 BEGUN = ".fastmtp/begun/"
@@ -42,6 +43,10 @@ def clear(store: Store, needed: Set[str], *, but: str | None = None) -> None:
             if item.key in listed:
                 store.abort(item)
         there = listed & store.objects(f"{version}/").keys()
+        if store.head(f"{version}/{MANIFEST}") is not None:
+            # It was finished after all, and only its note was not taken away.
+            store.delete([key])
+            continue
         store.delete(name for name in there if store.uri(name) not in needed)
         if not any(store.uri(name) in needed for name in there):
             store.delete([key])

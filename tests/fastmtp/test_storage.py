@@ -309,6 +309,15 @@ def test_fetching_spares_what_is_there(uri: str, result: Result, tmp_path: Path)
     assert get(uri + "v-1/sub", tmp_path / "plain") == {"fetched": 0, "bytes_fetched": 0, "found": 1}
 
 
+def test_a_version_that_was_moved_is_read_where_it_is(uri: str, result: Result, tmp_path: Path) -> None:
+    publish(result[0], uri + "then", "v-1", result[1], {})
+    then, now = open_store(uri + "then"), open_store(uri + "now")
+    for key, info in then.objects("v-1/").items():
+        now.put(key, then.read(key, 0, info.size))
+    then.delete(then.objects("v-1/"))
+    assert get(uri + "now/v-1", tmp_path / "back")["fetched"] == 3
+
+
 def test_probe(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.probe("s3://models/anywhere/")
     assert not list(s3.directory.rglob(".fastmtp-probe*"))
