@@ -15,7 +15,7 @@ from typing import Any
 
 from fastmtp.config import JobSpec
 from fastmtp.errors import ConfigError, FastMTPError, GateRejected, InputError
-from fastmtp.fetch import cached_model
+from fastmtp.fetch import Allow, cached_model
 from fastmtp.files import is_hub, is_local, local_path
 from fastmtp.hashing import cache_directory
 from fastmtp.hub import hub_snapshot
@@ -174,6 +174,17 @@ def _allowed(uri: str) -> None:
     Policy.from_env().require_source(uri, "/model")
 
 
+def _allowed_beside(destination: str) -> Allow:
+    """`_allowed`, for what lies outside the destination."""
+    own = destination.rstrip("/") + "/"
+
+    def allow(uri: str) -> None:
+        if not uri.startswith(own):
+            _allowed(uri)
+
+    return allow
+
+
 def _preflight(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
     summary = check_job(spec, Policy.from_env())
     from fastmtp.serving import vllm_python
@@ -235,14 +246,8 @@ def _evaluate(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, 
     model = resolve_model(spec.model, reporter)
     heads = {"base": model, "tuned": workdir.checkpoint}
     if spec.publish:
-        own = spec.publish.uri.rstrip("/") + "/"
-        found = fetch_incumbent(
-            spec.publish.uri,
-            model,
-            workdir.incumbent,
-            reporter,
-            lambda uri: None if uri.startswith(own) else _allowed(uri),
-        )
+        allow = _allowed_beside(spec.publish.uri)
+        found = fetch_incumbent(spec.publish.uri, model, workdir.incumbent, reporter, allow)
         heads |= {"incumbent": workdir.incumbent} if found else {}
     return _dump(evaluate(heads, spec.evaluate, spec.gate, workdir.evaluation, reporter, replace=True))
 
@@ -255,7 +260,12 @@ def _publish(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, A
         raise GateRejected(evaluation["gate"]["reason"])
     model = resolve_model(spec.model, reporter)
     about = {"verifier": identity(model), "model": spec.model, "evaluation": evaluation}
-    return _dump(publish_checkpoint(workdir.checkpoint, spec.publish, workdir.published, about, reporter, model=model))
+    return _dump(
+        publish_checkpoint(
+            workdir.checkpoint, spec.publish, workdir.published, about, reporter, model=model,
+            allow=_allowed_beside(spec.publish.uri),
+        )
+    )  # fmt: skip
 
 
 def _dump(manifest: Manifest) -> dict[str, Any]:

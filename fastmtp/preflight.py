@@ -128,6 +128,9 @@ def _require(value: str, allowed: tuple[str, ...] | None, pointer: str, setting:
     if allowed is None:
         return
     wanted = _normal(value)
+    if wanted.startswith("s3://") and "@" in wanted.rpartition("/")[2]:
+        # An alias names a version of what is before it.
+        wanted = wanted.rpartition("@")[0]
     for prefix in map(_normal, allowed):
         if wanted == prefix or wanted.startswith(prefix if prefix.endswith(("/", ":")) else prefix + "/"):
             return

@@ -33,18 +33,20 @@ def publish_checkpoint(
     reporter: Reporter,
     *,
     model: Path | None = None,
+    allow: Allow | None = None,
 ) -> Manifest:
     """Publish a stitched checkpoint; the result is a receipt with each object's URI, size and sha256.
 
     Args:
         model: the checkpoint it was stitched from: where that was fetched, the store is known to have its files.
+        allow: see `fastmtp.upload.Options`.
 
     Raises:
         DestinationError: the store refused; the same call goes on from there.
         IntegrityError: a file is not what it was when it was stitched, or not what arrived.
     """
     stitched = read_manifest(checkpoint)
-    options = options_of(config, model)
+    options = options_of(config, model, allow)
     if config.uri.startswith("s3://"):
         check_sizes(stitched.files, options.settings)
 
@@ -65,7 +67,7 @@ def publish_checkpoint(
     )  # fmt: skip
 
 
-def options_of(config: PublishConfig, model: Path | None) -> Options:
+def options_of(config: PublishConfig, model: Path | None, allow: Allow | None = None) -> Options:
     """How a job wants it published, on top of what the environment says."""
     settings = StoreSettings.from_env().chosen(
         kms_key=config.kms_key, storage_class=config.storage_class, tags=config.tags
@@ -73,7 +75,7 @@ def options_of(config: PublishConfig, model: Path | None) -> Options:
     record = read_record(model) if model else None
     return Options(
         base=config.base, known=tuple(record["files"]) if record else (), unchanged=config.unchanged,
-        alias=config.alias, keep=config.keep, settings=settings,
+        alias=config.alias, keep=config.keep, allow=allow, settings=settings,
     )  # fmt: skip
 
 

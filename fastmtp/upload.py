@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fastmtp.checkpoint import INDEX
-from fastmtp.errors import DestinationError, IntegrityError
+from fastmtp.errors import ConfigError, DestinationError, IntegrityError
 from fastmtp.hashing import sha256_cached
 from fastmtp.headers import SUFFIX
 from fastmtp.stage import MANIFEST, FileEntry
@@ -50,6 +50,8 @@ class Options:
         known: objects whose bytes are known from elsewhere: manifest entries with uri, size, sha256 and stamp.
         unchanged: shards that the store has are copied there, or referred to where they lie.
         alias, keep: an alias to move there as well; how many versions to keep.
+        allow: called with each URI that an earlier manifest names outside the destination; raises ConfigError where it
+            must not be read, whatever a manifest says of its bytes.
     """
 
     base: str | None = None
@@ -57,6 +59,7 @@ class Options:
     unchanged: Literal["copy", "refer"] = "copy"
     alias: str | None = None
     keep: int | None = None
+    allow: Callable[[str], None] | None = None
     settings: StoreSettings = field(default_factory=StoreSettings.from_env)
 
 
@@ -149,8 +152,17 @@ class _Publishing:
 
     def _know(self, entries: Iterable[dict[str, Any]]) -> None:
         for entry in entries:
-            if entry.get("stamp") and entry.get("sha256"):
+            if entry.get("stamp") and entry.get("sha256") and self._may_use(str(entry["uri"])):
                 self.known.setdefault(entry["sha256"], []).append(entry)
+
+    def _may_use(self, uri: str) -> bool:
+        if self.options.allow is None or uri.startswith(self.store.uri("")):
+            return True
+        try:
+            self.options.allow(uri)
+        except ConfigError:
+            return False
+        return True
 
     def _of_base(self) -> list[dict[str, Any]]:
         """Files of the base, where it is a version itself."""

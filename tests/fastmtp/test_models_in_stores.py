@@ -22,10 +22,11 @@ from fastmtp.preflight import Policy, check_model
 from fastmtp.progress import Reporter
 from fastmtp.publish import fetch_incumbent, identity, publish_checkpoint
 from fastmtp.stitch import stitch
+from fastmtp.upload import Options, publish
 from tests.conftest import S3Server
 from tests.fastmtp.s3proxy import Proxy, proxy
 from tests.fastmtp.synthetic import Plan, write
-from tests.fastmtp.test_storage import make_bucket, use
+from tests.fastmtp.test_storage import entries, make_bucket, use
 
 QUIET = Reporter("publish", quiet=True)
 
@@ -93,11 +94,30 @@ def test_a_job_from_s3_to_s3(base: str, store: Proxy, tmp_path: Path) -> None:
     assert found.verdict == "exactly the head" and not found.side_files
     with pytest.raises(ConfigError, match="outside what this service may use"):
         check_model(uri, Policy(sources=(uri,)))
+    Policy(sources=(uri,)).require_source(f"{uri}@production", "/model")
     # Of an incumbent, only what differs from the model is read.
     store.requests.clear()
     assert fetch_incumbent(uri, model, tmp_path / "incumbent", QUIET)
     assert {key.rpartition("/")[2] for key in reads(store)} == {"mtp.safetensors"}
     assert compare(checkpoint, tmp_path / "incumbent", QUIET).verdict == "identical"
+
+
+def test_a_manifest_cannot_make_a_job_read_what_it_may_not(base: str, store: Proxy, tmp_path: Path) -> None:
+    """Whoever may write to the destination could say that a shard lies where only the service may read."""
+    checkpoint, uri = stitched(tmp_path / "model", tmp_path), f"{base}-out"
+    seen: list[str] = []
+
+    def allow(place: str) -> None:
+        seen.append(place)
+        raise ConfigError(place)
+
+    options = {"unchanged": "refer", "base": base}
+    publish_checkpoint(checkpoint, config(uri, **options), tmp_path / "one", {}, QUIET)
+    manifest = storage.latest(uri)
+    assert manifest and any(item["uri"].startswith(f"{base}/") for item in manifest["files"])
+    later = publish(checkpoint, uri, "v-2", entries(checkpoint), {}, options=Options(unchanged="refer", allow=allow))
+    assert seen and all(place.startswith(f"{base}/") for place in seen)
+    assert all(item["uri"].startswith(f"{uri}/v-") for item in later["files"])
 
 
 def config(uri: str, **fields: Any) -> PublishConfig:
