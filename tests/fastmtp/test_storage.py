@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
+from pydantic import ValidationError
 
 from fastmtp import fetch, storage
+from fastmtp.config import PublishConfig
 from fastmtp.errors import CheckpointError, ConfigError, DestinationError, InputError, IntegrityError
 from fastmtp.fetching import RECORD
 from fastmtp.progress import Reporter
+from fastmtp.publish import options_of
 from fastmtp.stage import FileEntry, sha256_file
 from fastmtp.stores import begun
 from fastmtp.stores.base import open_store
@@ -332,6 +335,18 @@ def test_probe(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         storage.probe(f"file://{tmp_path}/file/")
     with pytest.raises(DestinationError, match="neither"):
         storage.probe("ftp://x/")
+
+
+def test_what_a_job_chooses_goes_with_every_object(s3: S3Server, result: Result, tmp_path: Path) -> None:
+    uri = f"s3://models/{tmp_path.name}"
+    chosen = PublishConfig(uri=uri, kms_key="key-1", storage_class="STANDARD_IA", tags={"team": "a b"})
+    publish(result[0], uri, "v-1", result[1], {}, options=options_of(chosen, None))
+    client = storage.s3_client()
+    for name in (*result[1], "manifest.json"):
+        found = client.head_object(Bucket="models", Key=f"{tmp_path.name}/v-1/{name}")
+        assert (found["StorageClass"], found["SSEKMSKeyId"]) == ("STANDARD_IA", "key-1"), name
+    with pytest.raises(ValidationError, match="base must be in the store of uri"):
+        PublishConfig(uri=uri, base="file:///models")
 
 
 def test_sizes_are_judged_before_anything_is_read(tmp_path: Path) -> None:
