@@ -82,8 +82,10 @@ class Store(Protocol):
         """Bytes `begin` to `end`, fewer at the object's end; with `stamp` only while the object is still that one."""
 
     def put(self, key: str, data: bytes, *, only_if: str | None = None) -> None:
-        """Write a small object. `only_if`: the stamp it must have now, "" for none; raises Conflict where the store
-        minds conditions, so callers read back."""
+        """Write a small object. `only_if` is the stamp that must be there now, "" for none: another raises Conflict.
+
+        Some stores mind no conditions, so callers read back.
+        """
 
     def send(self, key: str, path: Path, sha256: str, unfinished: list[Unfinished], on_bytes: OnBytes) -> ObjectInfo:
         """Write a file as an object, going on with what is `unfinished` of it, and prove that it is whole.

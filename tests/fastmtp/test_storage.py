@@ -114,17 +114,14 @@ def test_round_trip(uri: str, result: Result, tmp_path: Path) -> None:
         name: entry.sha256 for name, entry in files.items()
     }
     assert get(uri + "v-1", tmp_path / "back") == {"fetched": 0, "bytes_fetched": 0, "found": 3}
-    publish(*reversed_arguments(changed(result, tmp_path), uri, "v-2"))
+    other, other_files = changed(result, tmp_path)
+    publish(other, uri, "v-2", other_files, {})
     found = storage.latest(uri)
     assert found is not None and found["version"] == "v-2"
     # Only what is missing is read, and the directory moves on to the new version whole.
     assert get(uri, tmp_path / "back") == {"fetched": 1, "bytes_fetched": 5, "found": 2}
     assert (tmp_path / "back" / "sub" / "small.txt").read_text() == "other"
     assert not [path for path in tmp_path.iterdir() if path.name.endswith((".partial", ".replaced"))]
-
-
-def reversed_arguments(result: Result, uri: str, version: str) -> tuple[Path, str, str, dict[str, FileEntry], dict]:
-    return result[0], uri, version, result[1], {}
 
 
 def test_no_manifest_before_everything_is_there(uri: str, result: Result) -> None:
@@ -226,11 +223,11 @@ def test_two_writers_of_one_destination(uri: str, result: Result) -> None:
     with Claim(open_store(uri), "publishing v-0"), taken:
         publish(directory, uri, "v-1", files, {})
     store = open_store(uri)
-    dead = {"machine": "", "pid": 1, "started": 0.0}
-    store.put(".fastmtp/claims/dead.json", json.dumps({**who(), **{"pid": 2**22 + 1}}).encode())
+    far_away = {"machine": "", "pid": 1, "started": 0.0}
+    store.put(".fastmtp/claims/dead.json", json.dumps({**who(), "pid": 2**22 + 1}).encode())
     publish(directory, uri, "v-1", files, {})
     assert not store.objects(".fastmtp/claims/")
-    store.put(".fastmtp/claims/other.json", json.dumps(dead).encode())
+    store.put(".fastmtp/claims/other.json", json.dumps(far_away).encode())
     with pytest.raises(DestinationError):
         publish(directory, uri, "v-1", files, {})
     store.delete([".fastmtp/claims/other.json"])
