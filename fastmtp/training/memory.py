@@ -17,8 +17,7 @@ import torch
 
 from fastmtp.config import TrainConfig
 from fastmtp.errors import InputError
-
-GIB = float(1 << 30)
+from fastmtp.table import size
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,9 @@ class Needs:
 
     def __str__(self) -> str:
         return (
-            f"about {self.memory / GIB:.2f} GiB for each process ({self.state / GIB:.2f} weights and optimizer,"
-            f" {self.verifier / GIB:.2f} embedding and output head, {self.passing / GIB:.2f} a pass)"
-            f" and {self.disk / GIB:.2f} GiB of disk"
+            f"about {size(self.memory)} for each process ({size(self.state)} weights and optimizer,"
+            f" {size(self.verifier)} embedding and output head, {size(self.passing)} a pass)"
+            f" and {size(self.disk)} of disk"
         )
 
 
@@ -91,8 +90,7 @@ def require_room(found: Needs, device: torch.device, place: Path) -> None:
     certain = found.state + found.verifier
     if certain > free:
         raise InputError(
-            f"Training needs {certain / GIB:.1f} GiB for each process before its first pass; {free / GIB:.1f} GiB"
-            f" {where} are free.",
+            f"Training needs {size(certain)} for each process before its first pass; {size(free)} {where} are free.",
             mend="Use more processes with train.shard, a larger device, or dtype bfloat16.",
             pointer="/train",
         )
@@ -100,6 +98,6 @@ def require_room(found: Needs, device: torch.device, place: Path) -> None:
     room = shutil.disk_usage(place).free
     if found.disk > room:
         raise InputError(
-            f"{place} has {room / GIB:.1f} GiB free; saves of this run take up to {found.disk / GIB:.1f} GiB.",
+            f"{place} has {size(room)} free; saves of this run take up to {size(found.disk)}.",
             mend="Free space, or name another directory.",
         )

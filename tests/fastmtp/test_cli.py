@@ -41,7 +41,7 @@ def job(model: Path, tmp_path: Path) -> dict[str, Any]:
     return {
         "model": str(model),
         "data": {"prompts": str(prompts), "max_new_tokens": 8, "holdout": 0.2},
-        "train": {"epochs": 1, "batch_tokens": 64},
+        "train": {"epochs": 1, "batch_tokens": 64, "allow_untrained_head": True},
         "evaluate": {"prompts": str(prompts)},
         "publish": {"uri": f"file://{tmp_path}/published/"},
     }
