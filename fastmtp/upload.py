@@ -37,7 +37,7 @@ from fastmtp.stores.base import (
 from fastmtp.stores.claim import Claim
 from fastmtp.stores.settings import StoreSettings
 
-_FILES_AT_ONCE = 2
+_FILES_AT_ONCE = 3
 _EARLIER = 20  # versions that are looked through for files
 
 

@@ -34,7 +34,7 @@ def s3_client(
         s3["payload_signing_enabled"] = False
         options = {
             "request_checksum_calculation": "when_required", "response_checksum_validation": "when_required",
-            "max_pool_connections": 2 * settings.workers + 4,
+            "max_pool_connections": 3 * settings.workers + 4,
         }  # fmt: skip
     # A session of its own: boto3's default one is shared between threads and keeps its first credentials for good.
     session = botocore.session.get_session()

@@ -31,7 +31,7 @@ class StoreSettings:
         part_size: bytes of a part; by the file's size when None.
         max_object: largest object the store takes, bytes.
         bandwidth: bytes per second sent at most, over all connections.
-        workers: connections at once.
+        workers: parts of a file at once; up to three files are on their way.
     """
 
     addressing: str = "auto"
