@@ -173,11 +173,16 @@ def _blocks(piece: Piece) -> Iterator[bytes]:
 
 def _compare(path: Path, pieces: Sequence[Piece], on_bytes: Callable[[int], None]) -> int:
     """Read a file beside the pieces it was made of. Returns its size; raises IntegrityError where they differ."""
-    with path.open("rb") as file:
-        for block in blocks_of(pieces):
+    with path.open("rb") as file, ThreadPoolExecutor(1) as beside:
+        blocks = blocks_of(pieces)
+        block = next(blocks, b"")
+        while block:
+            # The source's next block is read while this one's copy is.
+            following = beside.submit(next, blocks, b"")
             if file.read(len(block)) != block:
                 raise IntegrityError(f"{path} does not hold what was written to it, before byte {file.tell()}.")
             on_bytes(len(block))
+            block = following.result()
         size = file.tell()
         if file.read(1):
             raise IntegrityError(f"{path} is longer than what was written to it.")
