@@ -11,13 +11,13 @@ import re
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from pydantic import BaseModel, Field
 
 from fastmtp.checkpoint import INDEX, Checkpoint, open_checkpoint
 from fastmtp.files import BLOCK
 from fastmtp.headers import SUFFIX, TensorEntry
 from fastmtp.native import FLOATS, examine
+from fastmtp.norms import floats
 from fastmtp.progress import Reporter
 from fastmtp.stage import MANIFEST
 
@@ -178,13 +178,6 @@ def _same_file(a: Checkpoint, b: Checkpoint, name: str) -> bool:
 
 def _squares(one: bytes, other: bytes, dtype: str) -> tuple[float, float]:
     """Sums of (b - a)^2 and of a^2."""
-    a, b = _floats(one, dtype), _floats(other, dtype)
+    a, b = floats(one, dtype), floats(other, dtype)
     moved = b - a
     return float(moved @ moved), float(a @ a)
-
-
-def _floats(data: bytes, dtype: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    if dtype == "BF16":
-        # A bf16 number is the upper half of an fp32 number.
-        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
-    return np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[dtype]).astype(np.float64)

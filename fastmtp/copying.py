@@ -20,7 +20,7 @@ from typing import Literal
 from fastmtp.errors import InputError, IntegrityError
 from fastmtp.files import BLOCK
 from fastmtp.hashing import remember
-from fastmtp.stage import FileEntry
+from fastmtp.stage import FileEntry, fsync_path
 
 Mode = Literal["auto", "reflink", "hardlink", "copy"]
 Link = Literal["reflink", "hardlink"]
@@ -87,7 +87,7 @@ def link(source: Path, target: Path, how: Link) -> FileEntry:
     _link(source, target, how)
     if how == "reflink":
         os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
-        fsync(target)
+        fsync_path(target)
     made, after = target.stat(), source.stat()
     same = os.path.samestat(made, after) if how == "hardlink" else made.st_size == after.st_size
     if not same or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -132,15 +132,6 @@ def blocks_of(pieces: Iterable[Piece]) -> Iterator[bytes]:
 def whole(source: Path) -> list[Piece]:
     """All of a file."""
     return [Piece(source, 0, source.stat().st_size)]
-
-
-def fsync(path: Path) -> None:
-    """Make a file's bytes durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _link(source: Path, target: Path, how: Link) -> None:

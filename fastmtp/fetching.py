@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fastmtp.errors import InputError, IntegrityError
 from fastmtp.hashing import remember, sha256_cached
 from fastmtp.progress import Reporter
-from fastmtp.stage import fsync_directory, sha256_file, write_atomic
+from fastmtp.stage import fsync_path, sha256_file, write_atomic
 from fastmtp.stores.base import ObjectInfo, Store, locate, open_store
 from fastmtp.table import size
 
@@ -166,11 +166,11 @@ class Fetching:
 
     def _swap_in(self) -> None:
         """In place of an earlier version, which is moved aside first."""
-        fsync_directory(self.partial)
+        fsync_path(self.partial)
         aside = self.directory.with_name(f".{self.directory.name}.replaced")
         shutil.rmtree(aside, ignore_errors=True)
         if self.directory.exists():
             self.directory.rename(aside)
         self.partial.rename(self.directory)
-        fsync_directory(self.directory.parent)
+        fsync_path(self.directory.parent)
         shutil.rmtree(aside, ignore_errors=True)

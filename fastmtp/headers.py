@@ -87,7 +87,7 @@ def _entry(
     key: str,
     value: Any,
     start: int,
-    sizes: dict[tuple[str, tuple[int, ...]], int],  # noqa: ANN401
+    sizes: dict[tuple[str, tuple[int, ...]], int],
 ) -> TensorEntry:
     """One entry of a header. `sizes` remembers what a dtype and shape need: experts by the thousand are alike."""
     try:

@@ -93,11 +93,11 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    fsync_directory(path.parent)
+    fsync_path(path.parent)
 
 
-def fsync_directory(path: Path) -> None:
-    """Make renames and new names in a directory durable."""
+def fsync_path(path: Path) -> None:
+    """Make a file's bytes durable, or the names in a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -228,22 +228,18 @@ def _require_free_target(stage: str, target: Path, replace: bool) -> None:
 def _inventory(directory: Path) -> dict[str, FileEntry]:
     files: dict[str, FileEntry] = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        fsync_path(path)
         files[path.relative_to(directory).as_posix()] = FileEntry(size=path.stat().st_size, sha256=sha256_file(path))
     return files
 
 
 def _swap_in(temporary: Path, target: Path) -> None:
     """Rename into place; an earlier result is moved aside first, so that no moment shows a half of each."""
-    fsync_directory(temporary)
+    fsync_path(temporary)
     aside = target.parent / f".{target.name}.replaced"
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
     temporary.rename(target)
-    fsync_directory(target.parent)
+    fsync_path(target.parent)
     shutil.rmtree(aside, ignore_errors=True)

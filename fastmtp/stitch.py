@@ -2,7 +2,7 @@
 
 Shards without the head are links to the source's (or copies, where links are not possible); shards with it are streamed
 once, the head's bytes replaced on the way; side files are copied. Names, types, shards, index and every other byte stay
-as they were: linked files are the source's own, streamed ones are proved by hashes (`fastmtp.copying`). The source is
+as they were: linked files are the source's own, streamed ones are compared with it (`fastmtp.copying`). The source is
 only ever opened for reading, and a kill at any moment leaves nothing under the final name.
 """
 
@@ -26,7 +26,7 @@ from fastmtp.families.base import text_config
 from fastmtp.headfile import open_head, pieces_of
 from fastmtp.native import HeadInfo, find_head
 from fastmtp.progress import Reporter
-from fastmtp.stage import MANIFEST, FileEntry, Manifest, fsync_directory, run_stage
+from fastmtp.stage import MANIFEST, FileEntry, Manifest, fsync_path, run_stage
 from fastmtp.table import size
 
 # Weights in other formats hold the head as it was, and may run code when they are loaded.
@@ -108,7 +108,7 @@ class _Stitch:
         for name, pieces in written.items():
             self.entries[name] = assemble(pieces, _place(directory, name), functools.partial(self._advance, name))
         for parent in {(directory / name).parent for name in self.entries} - {directory}:
-            fsync_directory(parent)
+            fsync_path(parent)
         if self.source.files.list() != self.source.listed:
             raise IntegrityError(f"{self.root} changed while it was read.")
         return {

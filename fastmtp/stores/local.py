@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fastmtp.copying import link
 from fastmtp.errors import IntegrityError
-from fastmtp.stage import fsync_directory, sha256_file
+from fastmtp.stage import fsync_path, sha256_file
 from fastmtp.stores.base import BLOCK, Conflict, ObjectInfo, OnBytes, Unfinished
 from fastmtp.stores.settings import StoreSettings
 
@@ -125,7 +125,7 @@ class FileStore:
             if sha256_file(temporary) != sha256:
                 raise IntegrityError(f"{self.uri(key)}: remote bytes differ from {path}.")
             temporary.replace(target)
-        fsync_directory(target.parent)
+        fsync_path(target.parent)
 
     @contextlib.contextmanager
     def _new(self, target: Path) -> Iterator[Path]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 import time
 from collections import defaultdict
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from fastmtp.errors import InputError
 from fastmtp.protocol import Measurement
-from fastmtp.stage import fsync_directory, write_atomic
+from fastmtp.stage import fsync_path, write_atomic
 from fastmtp.training.world import World, is_spread, local
 
 RUN = "run.json"
@@ -103,14 +102,14 @@ class Saves:
         if mine:
             part = temporary / f"part-{self._world.rank:05d}.safetensors"
             save_file({key: value.contiguous() for key, value in mine.items()}, part)
-            _fsync(part)
+            fsync_path(part)
         self._world.barrier()
         if self._world.main:
             sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
             write_atomic(temporary / STATE, _Save(state=state, files=sizes).model_dump_json().encode())
             shutil.rmtree(target, ignore_errors=True)
             temporary.rename(target)
-            fsync_directory(self.root)
+            fsync_path(self.root)
             if kind == "last":
                 self._remove_others("last", state.step)
                 self._remove_others("best", state.best_step)
@@ -190,11 +189,3 @@ def _read(directory: Path) -> State | None:
     except (OSError, ValidationError, SafetensorError):
         return None
     return save.state
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -176,9 +176,9 @@ class TestE3Norms:
 
     def test_numbers_are_read_right(self) -> None:
         numbers = [0.0, 1.0, -2.5, 0.15625, 65280.0]
-        assert floats(struct.pack("<5f", *numbers), "F32") == numbers
-        assert floats(struct.pack("<5e", *numbers), "F16") == numbers
-        assert floats(b"".join(struct.pack("<f", number)[2:] for number in numbers), "BF16") == numbers
+        assert floats(struct.pack("<5f", *numbers), "F32").tolist() == numbers
+        assert floats(struct.pack("<5e", *numbers), "F16").tolist() == numbers
+        assert floats(b"".join(struct.pack("<f", number)[2:] for number in numbers), "BF16").tolist() == numbers
 
 
 class TestE4Wrapper:
