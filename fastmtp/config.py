@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fastmtp.errors import ConfigError
 
@@ -22,19 +22,117 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class DataConfig(_Strict):
-    """Prompts to train on, and how the verifier answers them."""
+def _sizes_only(value: tuple[str, ...]) -> tuple[str, ...]:
+    """Only flags that size the server are let through: a job must not widen what the operator allows."""
+    for word in value:
+        if word.startswith("-") and word.split("=", 1)[0] not in _SERVER_ARGS:
+            raise ValueError(f"server argument {word} is not allowed; allowed are {', '.join(_SERVER_ARGS)}")
+    return value
 
-    prompts: str = Field(description="Path, s3:// or file:// URI of a JSONL file, or hf:DATASET:CONFIG:SPLIT.")
-    responses: Literal["self"] = Field("self", description="self: the verifier's own greedy answers.")
+
+_SERVER_ARGS = (
+    "--tensor-parallel-size", "--pipeline-parallel-size", "--gpu-memory-utilization", "--max-num-seqs",
+    "--max-num-batched-tokens", "--enable-expert-parallel", "--max-model-len", "--kv-cache-dtype", "--swap-space",
+    "--enforce-eager",
+)  # fmt: skip
+ServerArgs = Annotated[tuple[str, ...], AfterValidator(_sizes_only)]
+Sources = str | Annotated[tuple[str, ...], Field(min_length=1)]
+# Our names of what a row may hold -> the user's.
+Column = Literal["messages", "prompt", "completion", "system", "tools", "id", "time"]
+# A date, a time with or without zone, or a length of time before now.
+WINDOW = r"^(\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?(Z|[+-]\d\d:?\d\d)?)?|\d+[hdw])$"
+SetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,39}$")]
+Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
+
+
+class SamplingConfig(_Strict):
+    """How the verifier picks a token. Temperature 0 is greedy; a seed makes one request repeatable."""
+
+    temperature: float = Field(0.0, ge=0.0, le=2.0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus: least set of tokens with this probability.")
+    top_k: int = Field(0, ge=0, description="Choose among this many tokens; 0: all.")
+
+
+class DataConfig(_Strict):
+    """Prompts to train on, how the verifier answers them, and where its hidden states are kept."""
+
+    prompts: Sources = Field(
+        description="Where prompts lie, one or several: JSONL or Parquet (a path, file:// or s3:// URI, a glob, a"
+        " directory or s3:// prefix), or hf:DATASET[:CONFIG[:SPLIT]], a hub dataset or a local dataset directory."
+    )
+    format: Literal["auto", "messages", "sharegpt", "completion", "text", "log"] = Field(
+        "auto",
+        description="messages: OpenAI chat. completion: prompt and answer. text: plain text. log: stored requests,"
+        " with or without the response. auto: told from each row.",
+    )
+    columns: dict[Column, str] = Field(
+        default_factory=dict, description="Names of your columns: {prompt: question, completion: answer}."
+    )
+    since: str | None = Field(
+        None, pattern=WINDOW, description="Only what was logged at or after this: 2026-11-23, a time, or 7d (ago)."
+    )
+    until: str | None = Field(None, pattern=WINDOW, description="Only what was logged before this.")
+    deduplicate: bool = Field(True, description="Use a conversation that occurs again once.")
+    min_prompt_tokens: int = Field(1, ge=1, description="Shorter prompts are left out.")
+    max_prompt_tokens: int | None = Field(None, ge=1, description="Longer prompts are left out.")
     max_samples: int | None = Field(
         None, ge=1, description="Use at most this many prompts (seeded choice); all when unset."
     )
+    holdout: Fraction = Field(0.05, description="Share of conversations kept out of training for the estimate.")
+    seed: int = Field(0, ge=0, description="Seed of the choice of prompts, and of sampled answers.")
+    responses: Literal["self", "keep"] = Field(
+        "self", description="self: the verifier's own answers. keep: those that came with the prompts, which it may"
+        " not have said: the head then learns to draft another model."
+    )  # fmt: skip
+    turns: Literal["last", "all"] = Field(
+        "last", description="Which turns of a conversation are answered: the last, or one after the other."
+    )
+    template_args: dict[str, bool | int | str] = Field(
+        default_factory=dict, description="Arguments of the chat template, such as {enable_thinking: false}."
+    )
+    sampling: SamplingConfig = SamplingConfig()
+    backend: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="Who answers. auto: vLLM where there is a GPU or a server, transformers elsewhere."
+    )
+    server: str | None = Field(
+        None, pattern=r"^https?://[^@\s]+$", description="URL of a vLLM server of this very model that answers."
+    )
+    server_args: ServerArgs = Field((), description="More arguments for vLLM's server, as in evaluate.server_args.")
+    speculate: bool = Field(True, description="vLLM answers with the native head drafting, which is faster.")
+    concurrency: int = Field(64, ge=1, description="Requests in flight at once, under vLLM.")
+    batch_size: int = Field(32, ge=1, description="Prompts answered at once, under transformers.")
     max_length: int = Field(4096, ge=8, le=1_048_576, description="Longest row, prompt and answer, in tokens.")
     max_new_tokens: int = Field(512, ge=1, description="Longest answer, in tokens.")
-    holdout: Fraction = Field(0.05, description="Share of conversations kept out of training for the estimate.")
-    batch_size: int = Field(32, ge=1, description="Prompts answered at once.")
-    seed: int = Field(0, ge=0, description="Seed of the choice of prompts.")
+    hidden_states: Literal["stored", "online"] = Field(
+        "stored", description="stored: on disk, tokens x hidden size x 2 bytes. online: computed again in training,"
+        " nothing on disk; the verifier stays in memory and each epoch costs its forward pass."
+    )  # fmt: skip
+    states_from: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="Who computes them. auto: transformers; vllm needs a GPU."
+    )
+    states_tokens: int = Field(8192, ge=8, description="Tokens of one forward pass of the verifier, padding included.")
+    offload: bool | Literal["auto"] = Field(
+        "auto", description="Run the verifier layer by layer from disk when it does not fit into the device's memory."
+    )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources of prompts, in order."""
+        return (self.prompts,) if isinstance(self.prompts, str) else self.prompts
+
+    def identity(self) -> dict[str, Any]:
+        """What makes the rows others. How many requests run at once, or who computes states, does not."""
+        return self.model_dump(
+            exclude={"concurrency", "batch_size", "states_tokens", "states_from", "offload", "server", "server_args"}
+        )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DataConfig:
+        if self.server and self.backend == "transformers":
+            raise ValueError("server names a vLLM server, but backend is transformers; leave one of them out")
+        if self.responses == "keep" and self.server:
+            raise ValueError("with responses: keep nobody answers; leave server out")
+        return self
 
 
 class TrainConfig(_Strict):
@@ -111,41 +209,70 @@ class TrainConfig(_Strict):
         return self.model_dump(exclude={"processes", "shard", "recompute", "save_every", "tensorboard", "micro_tokens"})
 
 
+class SpeedConfig(_Strict):
+    """Output tokens per second and inter-token latency: without speculation, with the native head, with the tuned."""
+
+    concurrencies: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1, 8, 32), min_length=1, description="Requests in flight at once, one measurement each."
+    )
+    num_prompts: int = Field(64, ge=1, description="Requests of one measurement.")
+    rounds: int = Field(3, ge=1, description="Times that each is measured, in turn with the others; medians count.")
+
+
 class EvaluateConfig(_Strict):
     """How acceptance is measured, by vLLM itself, before and after."""
 
-    prompts: str = Field(description="Prompts the head was not trained on; same forms as data.prompts.")
-    num_prompts: int = Field(200, ge=1, description="How many of them, in file order.")
+    prompts: str | dict[SetName, str] = Field(
+        description="Prompts the head was not trained on, in the forms of data.prompts; several sets by name:"
+        " {gsm8k: ..., traffic: ...}. The gate wants a gain on each."
+    )
+    num_prompts: int = Field(200, ge=1, description="How many of each set, in file order.")
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="Draft tokens per step, K.")
+    sweep: tuple[Annotated[int, Field(ge=1, le=16)], ...] = Field(
+        (), description="Further K to measure, such as [1, 2, 4, 5]; each takes a start of vLLM per head."
+    )
     max_tokens: int = Field(512, ge=1, description="Longest answer, in tokens.")
-    temperature: float = Field(
-        0.0, ge=0.0, le=2.0, description="0 is greedy; answers are then compared token by token."
+    temperature: Temperature | tuple[Temperature, ...] = Field(
+        0.0, description="0 is greedy. Several: [0, 1]; the gate decides on the first."
+    )
+    draft_sampling: Literal["greedy", "probabilistic"] = Field(
+        "greedy", description="How vLLM picks draft tokens at a temperature above 0."
+    )
+    template_args: dict[str, bool | int | str] = Field(
+        default_factory=dict, description="Arguments of the chat template, as in data.template_args."
+    )
+    warmup: int = Field(4, ge=0, description="Prompts answered first and not counted.")
+    lossless: bool = Field(
+        True, description="Compare greedy answers with those of vLLM without speculation; takes one more start."
+    )
+    reference: bool = Field(
+        True, description="Walk the answers without vLLM as a cross-check; takes one forward pass of the verifier."
+    )
+    speed: SpeedConfig | None = Field(None, description="Measure speed too; `speed: {}` takes the defaults.")
+    prefix_caching: bool = Field(
+        False, description="vLLM's prefix caching; on hybrid models with MTP it gives wrong answers."
     )
     concurrency: int = Field(64, ge=1, description="Requests in flight at once.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("bfloat16", description="vLLM's --dtype.")
-    server_args: tuple[str, ...] = Field(
+    server_args: ServerArgs = Field(
         (), description="More arguments for vLLM's server, such as --tensor-parallel-size 8."
     )
 
-    @field_validator("server_args")
-    @classmethod
-    def _no_remote_code(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Only flags that size the server are let through: a job must not widen what the operator allows."""
-        allowed = (
-            "--tensor-parallel-size",
-            "--pipeline-parallel-size",
-            "--gpu-memory-utilization",
-            "--max-num-seqs",
-            "--max-num-batched-tokens",
-            "--enable-expert-parallel",
-            "--max-model-len",
-            "--kv-cache-dtype",
-            "--swap-space",
-        )
-        for word in value:
-            if word.startswith("-") and word.split("=", 1)[0] not in allowed:
-                raise ValueError(f"server argument {word} is not allowed; allowed are {', '.join(allowed)}")
-        return value
+    @property
+    def sets(self) -> dict[str, str]:
+        """Name -> source of each prompt set; one that has no name is `prompts`."""
+        return {"prompts": self.prompts} if isinstance(self.prompts, str) else dict(self.prompts)
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The temperatures, the one that the gate decides on first."""
+        return self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
+
+    @model_validator(mode="after")
+    def _has_something_to_measure(self) -> EvaluateConfig:
+        if not self.sets or not self.temperatures:
+            raise ValueError("at least one prompt set and one temperature")
+        return self
 
 
 class GateConfig(_Strict):
@@ -153,7 +280,15 @@ class GateConfig(_Strict):
 
     min_gain: float = Field(
         0.02,
-        description="Least gain in mean acceptance length over the verifier as it came, and over what is published.",
+        description="Least gain in mean acceptance length over the verifier as it came, and over what is published:"
+        " the lower bound of its interval must reach it.",
+    )
+    confidence: float = Field(0.95, ge=0.5, lt=1.0, description="Of the intervals (paired bootstrap over prompts).")
+    position_tolerance: float = Field(
+        0.02, ge=0.0, le=1.0, description="How much lower the rate of any one position may be than before."
+    )
+    require_lossless: bool = Field(
+        True, description="No when greedy answers differ from those without speculation by more than numerical ties."
     )
     min_drafts: int = Field(2000, ge=1, description="Fewer drafts than this on either side is inconclusive, hence no.")
 
