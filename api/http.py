@@ -21,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
+from fastmtp.config import faults_in
+
 log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
@@ -116,11 +118,6 @@ def install(app: FastAPI) -> None:
     app.openapi = lambda: app.openapi_schema or _with_problems(plain())  # type: ignore[method-assign]
 
 
-def pointer_of(location: Sequence[str | int]) -> str:
-    """JSON pointer (RFC 6901) of a place in a body."""
-    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in location)
-
-
 def _with_problems(document: dict[str, Any]) -> dict[str, Any]:
     """Say in the OpenAPI document that errors are problems, not what FastAPI takes for granted."""
     for path in document["paths"].values():
@@ -145,11 +142,11 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     if any(fault["type"] == "json_invalid" for fault in faults):
         detail = f"The body is not JSON: {faults[0].get('ctx', {}).get('error', faults[0]['msg'])}."
         return problem_response(request, Problem(400, "invalid_json", detail))
-    errors = []
-    for fault in faults:
-        place, *rest = fault["loc"]
-        where = {"pointer": pointer_of(rest)} if place == "body" else {"parameter": str(rest[0])}
-        errors.append({"detail": fault["msg"], **where})
+    of_body = [{**fault, "loc": fault["loc"][1:]} for fault in faults if fault["loc"][0] == "body"]
+    errors = [{"detail": message, "pointer": pointer} for pointer, message in faults_in(error.body, of_body)]
+    errors += [
+        {"detail": fault["msg"], "parameter": str(fault["loc"][1])} for fault in faults if fault["loc"][0] != "body"
+    ]
     first = errors[0].get("pointer", errors[0].get("parameter", ""))
     detail = f"{first or 'The body'}: {errors[0]['detail']}."
     status, code = (422, "invalid_request") if "pointer" in errors[0] else (400, "invalid_parameter")

@@ -14,6 +14,7 @@ from fastmtp.protocol import Artifact, Measurement
 
 Key = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 Value = Annotated[str, StringConstraints(max_length=512)]
+Source = Annotated[str, StringConstraints(min_length=1)]
 Status = Literal["queued", "running", "succeeded", "failed", "cancelling", "cancelled"]
 ItemT = TypeVar("ItemT")
 
@@ -65,10 +66,12 @@ class JobCreate(_Request):
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE_JOB]})
 
     model: str = Field(min_length=1, description="Checkpoint of the verifier, with its own MTP head.")
-    training_file: str = Field(
-        min_length=1, description="Prompts to train on: path, s3:// URI or hf:DATASET:...:SPLIT."
+    training_file: Source | Annotated[list[Source], Field(min_length=1)] = Field(
+        description="Prompts to train on: path, glob, s3:// URI or prefix, hf:DATASET:...:SPLIT; or a list of these."
     )
-    validation_file: str | None = Field(None, description="Prompts to measure acceptance on.")
+    validation_file: Source | dict[str, Source] | None = Field(
+        None, description="Prompts to measure acceptance on; several sets by name."
+    )
     method: Method = Field(default_factory=Method)
     seed: int | None = Field(
         None, ge=0, lt=2**31, description="Of data and training; made up, and answered, if absent."
@@ -132,8 +135,8 @@ class JobView(BaseModel):
     stage: str | None
     progress: float = Field(description="Of the whole job, 0 to 1; an estimate.")
     stages: list[StageView]
-    training_file: str
-    validation_file: str | None
+    training_file: str | list[str]
+    validation_file: str | dict[str, str] | None
     hyperparameters: dict[str, Any]
     method: dict[str, Any] = Field(description="As asked for, with every default filled in.")
     seed: int

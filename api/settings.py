@@ -40,6 +40,11 @@ class Settings(BaseSettings):
         validation_alias=_names("allowed_destinations", "FASTMTP_ALLOWED_DESTINATIONS"),
         description="Where jobs may publish: s3:// or file:// prefixes, by comma. None unless set.",
     )
+    allowed_servers: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        validation_alias=_names("allowed_servers", "FASTMTP_ALLOWED_SERVERS"),
+        description="vLLM servers that jobs may ask: URL prefixes, by comma. None unless set.",
+    )
     preflight: bool = Field(True, description="Look at model, prompts and destination before a job is accepted.")
     preflight_seconds: float = Field(30.0, gt=0, description="Longest a look may take.")
     poll_seconds: float = Field(10.0, gt=0, description="Between two readings of open runs; events come sooner.")
@@ -47,7 +52,7 @@ class Settings(BaseSettings):
     prefect_timeout_seconds: float = Field(15.0, gt=0, description="Longest wait for one answer of Prefect.")
     idempotency_hours: float = Field(24.0, gt=0, description="How long an Idempotency-Key is remembered.")
 
-    @field_validator("allowed_sources", "allowed_destinations", mode="before")
+    @field_validator("allowed_sources", "allowed_destinations", "allowed_servers", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         if isinstance(value, str):

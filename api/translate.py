@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from api import schemas
 from api.db import Attempt, Event, Job, Schedule
-from api.http import Problem, pointer_of
+from api.http import Problem
 from api.settings import Settings
-from fastmtp.config import JobSpec
+from fastmtp.config import JobSpec, faults_in
 from fastmtp.errors import ConfigError, InputError
 from fastmtp.protocol import STAGES, Report
 
@@ -53,7 +53,7 @@ def to_spec(request: schemas.JobCreate, *, at: str = "") -> tuple[JobSpec, dict[
     try:
         return JobSpec.parse(wanted), kept.model_dump(mode="json")
     except ConfigError as error:
-        raise _schema_problem(error, request, at) from error
+        raise _schema_problem(error, request, at, wanted) from error
 
 
 def input_problem(error: InputError, request: schemas.JobCreate, *, at: str = "") -> Problem:
@@ -67,20 +67,24 @@ def request_pointer(pointer: str, request: schemas.JobCreate) -> str:
     """Where in the request a field of the spec was written."""
     if pointer.startswith("/model"):
         return "/model"
-    if pointer == "/data/prompts":
-        return "/training_file"
-    if pointer == "/evaluate/prompts" and "prompts" not in request.method.mtp.evaluate:
-        return "/validation_file"
+    if _within(pointer, "/data/prompts"):
+        return pointer.replace("/data/prompts", "/training_file", 1)
+    if _within(pointer, "/evaluate/prompts") and "prompts" not in request.method.mtp.evaluate:
+        return pointer.replace("/evaluate/prompts", "/validation_file", 1)
     part, _, field = pointer.strip("/").partition("/")
     if field == "seed" and "seed" not in getattr(request.method.mtp, part):
         return "/seed"
     return _MTP + pointer
 
 
-def _schema_problem(error: ConfigError, request: schemas.JobCreate, at: str) -> Problem:
+def _within(pointer: str, field: str) -> bool:
+    return pointer == field or pointer.startswith(f"{field}/")
+
+
+def _schema_problem(error: ConfigError, request: schemas.JobCreate, at: str, wanted: object) -> Problem:
     cause = error.__cause__
-    faults = cause.errors() if isinstance(cause, ValidationError) else []
-    found = [(at + request_pointer(pointer_of(fault["loc"]), request), fault["msg"]) for fault in faults]
+    faults = faults_in(wanted, cause.errors()) if isinstance(cause, ValidationError) else []
+    found = [(at + request_pointer(pointer, request), message) for pointer, message in faults]
     if not found:
         return input_problem(error, request, at=at)
     errors = [{"detail": message, "pointer": pointer} for pointer, message in found]
@@ -105,7 +109,7 @@ def job_view(job: Job, attempts: Sequence[Attempt], settings: Settings, *, now: 
         stage=job.stage,
         progress=round(job.progress, 4),
         stages=_stages(job, report, now),
-        training_file=spec.data.prompts,
+        training_file=spec.data.prompts if isinstance(spec.data.prompts, str) else list(spec.data.prompts),
         validation_file=spec.evaluate.prompts,
         hyperparameters={"n_epochs": spec.train.epochs},
         method={"type": "mtp", "mtp": spec.model_dump(mode="json", exclude={"model"})},

@@ -10,42 +10,36 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fastmtp.errors import ConfigError
+from fastmtp.schema import (
+    WINDOW,
+    Column,
+    Fraction,
+    LossKind,
+    ServerArgs,
+    SetName,
+    Sources,
+    Strict,
+    Temperature,
+    faults_in,
+)
 
-LossKind = Literal["ce", "kl", "tv"]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-def _sizes_only(value: tuple[str, ...]) -> tuple[str, ...]:
-    """Only flags that size the server are let through: a job must not widen what the operator allows."""
-    for word in value:
-        if word.startswith("-") and word.split("=", 1)[0] not in _SERVER_ARGS:
-            raise ValueError(f"server argument {word} is not allowed; allowed are {', '.join(_SERVER_ARGS)}")
-    return value
-
-
-_SERVER_ARGS = (
-    "--tensor-parallel-size", "--pipeline-parallel-size", "--gpu-memory-utilization", "--max-num-seqs",
-    "--max-num-batched-tokens", "--enable-expert-parallel", "--max-model-len", "--kv-cache-dtype", "--swap-space",
-    "--enforce-eager",
-)  # fmt: skip
-ServerArgs = Annotated[tuple[str, ...], AfterValidator(_sizes_only)]
-Sources = str | Annotated[tuple[str, ...], Field(min_length=1)]
-# Our names of what a row may hold -> the user's.
-Column = Literal["messages", "prompt", "completion", "system", "tools", "id", "time"]
-# A date, a time with or without zone, or a length of time before now.
-WINDOW = r"^(\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?(Z|[+-]\d\d:?\d\d)?)?|\d+[hdw])$"
-SetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,39}$")]
-Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
+__all__ = [
+    "DataConfig",
+    "EvaluateConfig",
+    "GateConfig",
+    "JobSpec",
+    "PublishConfig",
+    "SamplingConfig",
+    "SpeedConfig",
+    "TrainConfig",
+    "faults_in",
+]
 
 
-class SamplingConfig(_Strict):
+class SamplingConfig(Strict):
     """How the verifier picks a token. Temperature 0 is greedy; a seed makes one request repeatable."""
 
     temperature: float = Field(0.0, ge=0.0, le=2.0, description="0 is greedy.")
@@ -53,7 +47,7 @@ class SamplingConfig(_Strict):
     top_k: int = Field(0, ge=0, description="Choose among this many tokens; 0: all.")
 
 
-class DataConfig(_Strict):
+class DataConfig(Strict):
     """Prompts to train on, how the verifier answers them, and where its hidden states are kept."""
 
     prompts: Sources = Field(
@@ -135,7 +129,7 @@ class DataConfig(_Strict):
         return self
 
 
-class TrainConfig(_Strict):
+class TrainConfig(Strict):
     """How the head is trained. The defaults are FastMTP's, with the recursion vLLM runs."""
 
     num_steps: int = Field(3, ge=1, le=16, description="Recursive steps K.")
@@ -209,7 +203,7 @@ class TrainConfig(_Strict):
         return self.model_dump(exclude={"processes", "shard", "recompute", "save_every", "tensorboard", "micro_tokens"})
 
 
-class SpeedConfig(_Strict):
+class SpeedConfig(Strict):
     """Output tokens per second and inter-token latency: without speculation, with the native head, with the tuned."""
 
     concurrencies: tuple[Annotated[int, Field(ge=1)], ...] = Field(
@@ -219,7 +213,7 @@ class SpeedConfig(_Strict):
     rounds: int = Field(3, ge=1, description="Times that each is measured, in turn with the others; medians count.")
 
 
-class EvaluateConfig(_Strict):
+class EvaluateConfig(Strict):
     """How acceptance is measured, by vLLM itself, before and after."""
 
     prompts: str | dict[SetName, str] = Field(
@@ -275,7 +269,7 @@ class EvaluateConfig(_Strict):
         return self
 
 
-class GateConfig(_Strict):
+class GateConfig(Strict):
     """What a result must measure to be published."""
 
     min_gain: float = Field(
@@ -293,7 +287,7 @@ class GateConfig(_Strict):
     min_drafts: int = Field(2000, ge=1, description="Fewer drafts than this on either side is inconclusive, hence no.")
 
 
-class PublishConfig(_Strict):
+class PublishConfig(Strict):
     """Where the result goes."""
 
     uri: str = Field(description="s3://bucket/prefix/ or file:///directory/; each result becomes a version below it.")
@@ -333,7 +327,7 @@ class PublishConfig(_Strict):
         return self
 
 
-class JobSpec(_Strict):
+class JobSpec(Strict):
     """One fine-tuning job, as a user writes it."""
 
     model: str = Field(min_length=1, description="Checkpoint directory, s3:// prefix or published version, or hub id.")
@@ -349,10 +343,9 @@ class JobSpec(_Strict):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            first = error.errors()[0]
-            pointer = "/" + "/".join(str(part) for part in first["loc"])
+            pointer, message = faults_in(value, error.errors())[0]
             raise ConfigError(
-                f"{pointer}: {first['msg']}.", mend="`fastmtp run --help` shows a job file.", pointer=pointer
+                f"{pointer}: {message}.", mend="`fastmtp run --help` shows a job file.", pointer=pointer
             ) from error
 
     @classmethod

@@ -38,6 +38,13 @@ async def test_a_job_is_accepted_with_its_defaults_filled_in(api: Api):
     assert [spec.data.prompts for spec in api.preflights] == ["/data/train.jsonl"]
 
 
+async def test_prompts_may_come_from_several_places(api: Api):
+    files, sets = ["/data/a.jsonl", "s3://logs/2026-*/"], {"gsm8k": "/data/a.jsonl", "traffic": "/data/b.jsonl"}
+    job = await api.post_job(body(training_file=files, validation_file=sets))
+    assert (job["training_file"], job["validation_file"]) == (files, sets)
+    assert api.preflights[0].data.sources == tuple(files) and api.preflights[0].evaluate.sets == sets
+
+
 async def test_a_seed_is_made_up_answered_and_used(api: Api):
     job = await api.post_job(body())
     assert 0 <= job["seed"] < 2**31
@@ -49,6 +56,10 @@ async def test_a_seed_is_made_up_answered_and_used(api: Api):
 FAULTS = [
     ({"model": ""}, "/model"),
     ({"training_file": 3}, "/training_file"),
+    ({"training_file": ["a", 3]}, "/training_file/1"),
+    ({"training_file": []}, "/training_file"),
+    ({"validation_file": {"gsm8k": 3}}, "/validation_file/gsm8k"),
+    ({"validation_file": {"A B": "a"}}, "/validation_file/A B"),
     ({"validation_file": None}, "/validation_file"),
     ({"seed": -1}, "/seed"),
     ({"suffix": "x" * 65}, "/suffix"),

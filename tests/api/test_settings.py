@@ -9,10 +9,11 @@ from api.settings import Settings
 
 
 def test_nothing_is_allowed_unless_the_operator_says_so(monkeypatch: pytest.MonkeyPatch):
-    for name in ("FASTMTP_ALLOWED_SOURCES", "FASTMTP_ALLOWED_DESTINATIONS", "PREFECT_API_URL"):
+    allowed = ("FASTMTP_ALLOWED_SOURCES", "FASTMTP_ALLOWED_DESTINATIONS", "FASTMTP_ALLOWED_SERVERS")
+    for name in (*allowed, "PREFECT_API_URL"):
         monkeypatch.delenv(name, raising=False)
     settings = Settings()
-    assert (settings.allowed_sources, settings.allowed_destinations) == ((), ())
+    assert (settings.allowed_sources, settings.allowed_destinations, settings.allowed_servers) == ((), (), ())
 
 
 def test_the_names_a_worker_reads_work_here_and_the_own_ones_come_first(monkeypatch: pytest.MonkeyPatch):
