@@ -1,0 +1,1 @@
+"""Who answers: the verifier in this process, or vLLM."""
