@@ -65,23 +65,25 @@ def conversation(
 
 def key_of(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
     """sha256, in hex, of messages and tools."""
-    digest = ""
-    for digest in prefix_keys(messages, tools):  # noqa: B007 - the last one counts
-        pass
-    return digest
+    spelled = b"".join(map(_spelled, messages))
+    return hashlib.sha256(_canonical(tools) + spelled if tools else spelled).hexdigest()
 
 
 def prefix_keys(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[str]:
     """The key of the first message alone, of the first two, and so on up to all of them."""
     running = hashlib.sha256(_canonical(tools) if tools else b"")
     for message in messages:
-        content = message["content"].encode()
-        rest = {name: value for name, value in message.items() if name not in ("role", "content")}
-        # Lengths first, so that no two conversations spell the same bytes.
-        running.update(b"%s\0%d\0" % (message["role"].encode(), len(content)))
-        running.update(content)
-        running.update(_canonical(rest) + b"\0" if rest else b"\0")
+        running.update(_spelled(message))
         yield running.hexdigest()
+
+
+def _spelled(message: Message) -> bytes:
+    """As bytes, with the content's length first, so that no two conversations spell the same."""
+    role, content = message["role"].encode(), message["content"].encode()
+    if len(message) == 2:
+        return b"%s\0%d\0%s\0" % (role, len(content), content)
+    rest = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return b"%s\0%d\0%s%s\0" % (role, len(content), content, _canonical(rest))
 
 
 def _root_of(messages: Sequence[Message]) -> str:

@@ -1,138 +1,161 @@
-"""Read prompts: one conversation per line of a JSONL file, in the forms people have them.
+"""Conversations out of any source, in any form: every row is used, or counted by the reason why not.
 
-A line is an object with one of `messages` (OpenAI's chat form), `prompt` (with or without `completion`), `question`
-(with or without `answer`) or `text`. Sources: a path, file://, s3://, or hf:DATASET:CONFIG:SPLIT. Loads no torch.
+Loads no torch: the API looks at the first rows of what a job names.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from fastmtp.config import DataConfig
+from fastmtp.data.conversations import Conversation, Message
+from fastmtp.data.formats import conversation_of
+from fastmtp.data.messages import Unusable
+from fastmtp.data.selection import select
+from fastmtp.data.sources.lines import Unread
+from fastmtp.data.sources.opening import open_source
+from fastmtp.data.window import Window
 from fastmtp.errors import DataError
-from fastmtp.stage import digest_of
 
-_PLAIN = (("prompt", "completion"), ("question", "answer"), ("text", "completion"))
+__all__ = ["first_conversations", "look_at", "read_conversations", "roots_of", "select"]
+
+# A look that turns nothing up in so many rows ends.
+_LOOKED = 2000
+
+
+def read_conversations(
+    source: DataConfig | str | Sequence[str],
+    *,
+    limit: int | None = None,
+    rejected: Counter[str] | None = None,
+) -> Iterator[Conversation]:
+    """Conversations in the order of sources, files (by name) and rows; one that occurs again is given again.
+
+    Args:
+        source: data's settings, whose sources, format, columns and window count; or sources alone, in any form.
+        limit: stop after so many.
+        rejected: counts rows that are none, by reason.
+
+    Raises:
+        DataError: a source does not read, or has no usable row; raised where that is found out.
+    """
+    counts: Counter[str] = Counter() if rejected is None else rejected
+    config = source if isinstance(source, DataConfig) else DataConfig(prompts=_several(source))
+    window = Window.of(config.since, config.until)
+    found = itertools.chain.from_iterable(_of_source(name, config, window, counts) for name in config.sources)
+    return itertools.islice(found, limit)
+
+
+def first_conversations(source: str, count: int, rejected: Counter[str] | None = None) -> list[Conversation]:
+    """The first `count` conversations of a source whose prompts differ, in their order. Raises DataError."""
+    found: dict[str, Conversation] = {}
+    for one in read_conversations(source, rejected=rejected):
+        if found.setdefault(one.prompt_key(), one) is not one and rejected is not None:
+            rejected["duplicate"] += 1
+        if len(found) >= count:
+            break
+    return list(found.values())
+
+
+def roots_of(sources: Iterable[str], count: int) -> frozenset[str]:
+    """Roots of the first `count` conversations of each source: what is measured on them must not be trained on."""
+    return frozenset(one.root for source in sources for one in first_conversations(source, count))
+
+
+def look_at(config: DataConfig, source: str) -> str | None:
+    """Read the first rows of one source of `config`. Returns a warning where they tell nothing.
+
+    Raises:
+        DataError: it does not read, or has no usable row.
+    """
+    tally, window = _Tally(Counter()), Window.of(config.since, config.until)
+    for count, found in enumerate(_rows(source, config, window, tally), start=1):
+        if found is not None:
+            return None
+        if count == _LOOKED:
+            return f"None of the first {count} rows of {source} is usable: {tally.why()}."
+    raise _nothing(source, tally, window)
+
+
+class _Tally:
+    """Rows of one source that are no conversation, by reason; and where the first of them lies."""
+
+    def __init__(self, of_all: Counter[str]) -> None:
+        self._of_all = of_all
+        self.rejected: Counter[str] = Counter()
+        self.first = ""
+
+    def count(self, reason: str, where: str) -> None:
+        self._of_all[reason] += 1
+        self.rejected[reason] += 1
+        self.first = self.first or where
+
+    def why(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.rejected.most_common(3))
+        return f"{reasons} (the first is {self.first})"
+
+
+def _of_source(source: str, config: DataConfig, window: Window, counts: Counter[str]) -> Iterator[Conversation]:
+    tally, used = _Tally(counts), False
+    for found in _rows(source, config, window, tally):
+        if found is not None:
+            used = True
+            yield found
+    if not used:
+        raise _nothing(source, tally, window)
+
+
+def _rows(source: str, config: DataConfig, window: Window, tally: _Tally) -> Iterator[Conversation | None]:
+    """The conversation of each row, or None for one that is counted."""
+    for name, rows in open_source(source, window.since):
+        for number, value in rows:
+            where = f"{name}:{number}"
+            try:
+                yield _conversation(value, config, window, where)
+            except Unusable as error:
+                tally.count(str(error), where)
+                yield None
+
+
+def _conversation(value: object, config: DataConfig, window: Window, where: str) -> Conversation:
+    if isinstance(value, Unread):
+        raise Unusable(value)
+    found = conversation_of(value, config.format, config.columns, where)
+    if not window.open:
+        if found.time is None:
+            raise Unusable("no time")
+        if not window.holds(found.time):
+            raise Unusable("outside the window")
+    return found
+
+
+def _nothing(source: str, tally: _Tally, window: Window) -> DataError:
+    if tally.rejected:
+        mend = 'A row is an object with "messages", "conversations", "prompt", "question", "text" or a stored request;'
+        return DataError(f"{source} has no usable row: {tally.why()}.", mend=f"{mend} data.columns names others.")
+    if window.since is not None:
+        return DataError(f"{source} has no row that was written since data.since.", mend="Widen the window.")
+    return DataError(f"{source} has no usable row: it is empty.", mend="Name a source that holds prompts.")
+
+
+def _several(source: str | Sequence[str]) -> str | tuple[str, ...]:
+    return source if isinstance(source, str) else tuple(source)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation up to the point where the verifier answers.
-
-    Attributes:
-        key: digest of the messages: the same prompt has the same key in every file and run.
-        messages: OpenAI chat messages, the last one not the assistant's.
-        answer: the answer that came with it, if one did.
-    """
+    """One conversation up to the point where the verifier answers."""
 
     key: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[Message, ...]
     answer: str | None
 
 
 def read_prompts(source: str, *, limit: int | None = None, rejected: Counter[str] | None = None) -> list[Prompt]:
-    """Prompts of a source in file order, duplicates left out; `limit` stops early, `rejected` counts lines by reason.
-
-    Raises:
-        DataError: the source does not read, or has no usable line.
-    """
-    counts: Counter[str] = Counter() if rejected is None else rejected
-    prompts: dict[str, Prompt] = {}
-    for line in _lines(source):
-        parsed = _parse(line)
-        if isinstance(parsed, str):
-            counts[parsed] += 1
-            if counts.total() > 1000 and not prompts:
-                break
-        elif parsed.key in prompts:
-            counts["duplicate"] += 1
-        else:
-            prompts[parsed.key] = parsed
-        if limit is not None and len(prompts) >= limit:
-            break
-    if not prompts:
-        why = ", ".join(f"{count} {reason}" for reason, count in counts.most_common(3)) or "it is empty"
-        raise DataError(
-            f"{source} has no usable row: {why}.",
-            mend='Each line must be a JSON object with "messages", "prompt", "question" or "text".',
-        )
-    return list(prompts.values())
-
-
-def _lines(source: str) -> Iterator[str]:
-    if source.startswith("hf:"):
-        yield from _hub_rows(source)
-        return
-    if source.startswith("s3://"):
-        from fastmtp.storage import read_bytes
-
-        yield from read_bytes(source).decode("utf-8", "replace").splitlines()
-        return
-    path = Path(source.removeprefix("file://"))
-    try:
-        with path.open(encoding="utf-8") as file:
-            yield from file
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise DataError(f"{path}: {reason}.", mend="Name a readable JSONL file.") from error
-
-
-def _hub_rows(source: str) -> Iterator[str]:
-    try:
-        _, name, config, split = source.split(":")
-    except ValueError as error:
-        raise DataError(
-            f"{source} is not hf:DATASET:CONFIG:SPLIT.", mend="For example hf:openai/gsm8k:main:train."
-        ) from error
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # datasets raises anything from its builders
-        raise DataError(f"{source} does not load: {' '.join(str(error).split())[:300]}") from error
-    for row in rows:
-        yield json.dumps(row, default=str)
-
-
-def _parse(line: str) -> Prompt | str:
-    """A prompt, or the reason why the line is none."""
-    if not line.strip():
-        return "blank line"
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return "not JSON"
-    if not isinstance(row, dict):
-        return "not an object"
-    if "messages" in row:
-        return _from_messages(row["messages"])
-    for field, answer_field in _PLAIN:
-        if isinstance(row.get(field), str) and row[field].strip():
-            answer = row.get(answer_field)
-            return _prompt([{"role": "user", "content": row[field]}], answer if isinstance(answer, str) else None)
-    return "no prompt field"
-
-
-def _from_messages(messages: Any) -> Prompt | str:  # noqa: ANN401 - JSON
-    if not isinstance(messages, list) or not messages:
-        return "messages is no list"
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return "a message without a role"
-        if not isinstance(message.get("content"), str):
-            return "a message whose content is not text"
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    answer = None
-    if plain[-1]["role"] == "assistant":
-        answer = plain.pop()["content"]
-    if not plain or plain[-1]["role"] not in ("user", "tool"):
-        return "no user message to answer"
-    return _prompt(plain, answer)
-
-
-def _prompt(messages: list[dict[str, str]], answer: str | None) -> Prompt:
-    return Prompt(key=digest_of(messages), messages=tuple(messages), answer=answer)
+    """As `first_conversations`, for callers that have not moved to it yet."""
+    found = first_conversations(source, limit or sys.maxsize, rejected)
+    return [Prompt(one.prompt_key(), one.prompt(), (one.answer() or {}).get("content")) for one in found]
