@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
 
-from fastmtp.data.prompts import Prompt, read_prompts
+from fastmtp.data.conversations import Conversation
+from fastmtp.data.prompts import read_conversations
 from fastmtp.data.rows import PackedRows
 from fastmtp.data.wordproblems import generate
 from fastmtp.head import MTPHead, head_from_config
@@ -85,8 +86,7 @@ def build(target: Path, recipe: Recipe, reporter: Reporter, *, text: Path | None
 def _build(directory: Path, recipe: Recipe, reporter: Reporter, text: Path | None) -> dict[str, Any]:
     torch.manual_seed(recipe.seed)
     torch.set_num_threads(2)
-    prompts = read_prompts(str(text)) if text else None
-    pairs = _pairs(prompts) if prompts else generate(recipe.problems, recipe.seed)
+    pairs = _pairs(read_conversations(str(text))) if text else generate(recipe.problems, recipe.seed)
     rng = random.Random(recipe.seed)  # noqa: S311
     rng.shuffle(pairs)
     held_out = max(1, min(512, len(pairs) // 10))
@@ -112,12 +112,13 @@ def _build(directory: Path, recipe: Recipe, reporter: Reporter, text: Path | Non
     }
 
 
-def _pairs(prompts: Sequence[Prompt]) -> list[dict[str, str]]:
-    pairs = []
-    for prompt in prompts:
-        if prompt.answer:
-            pairs.append({"question": prompt.messages[-1]["content"], "answer": prompt.answer})
-    return pairs
+def _pairs(conversations: Iterable[Conversation]) -> list[dict[str, str]]:
+    """Question and answer of those that have both, each question once."""
+    pairs = {}
+    for one in conversations:
+        if answer := one.answer():
+            pairs.setdefault(one.prompt_key(), {"question": one.prompt()[-1]["content"], "answer": answer["content"]})
+    return list(pairs.values())
 
 
 def _tokenizer(pairs: Sequence[dict[str, str]], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -50,7 +50,9 @@ def read_conversations(
     return itertools.islice(found, limit)
 
 
-def first_conversations(source: str, count: int, rejected: Counter[str] | None = None) -> list[Conversation]:
+def first_conversations(
+    source: DataConfig | str, count: int, rejected: Counter[str] | None = None
+) -> list[Conversation]:
     """The first `count` conversations of a source whose prompts differ, in their order. Raises DataError."""
     found: dict[str, Conversation] = {}
     for one in read_conversations(source, rejected=rejected):
@@ -61,7 +63,7 @@ def first_conversations(source: str, count: int, rejected: Counter[str] | None =
     return list(found.values())
 
 
-def roots_of(sources: Iterable[str], count: int) -> frozenset[str]:
+def roots_of(sources: Iterable[DataConfig | str], count: int) -> frozenset[str]:
     """Roots of the first `count` conversations of each source: what is measured on them must not be trained on."""
     return frozenset(one.root for source in sources for one in first_conversations(source, count))
 

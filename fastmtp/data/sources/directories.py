@@ -88,7 +88,7 @@ def _configs(root: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
-        raise DataError(f"{root / README} does not read: {' '.join(str(error).split())[:200]}.") from error
+        raise DataError(f"{root / README} does not begin with readable YAML.", mend="Mend its header.") from error
     listed = found if isinstance(found, list) else []
     return [entry for entry in listed if isinstance(entry, dict) and isinstance(entry.get("config_name"), str)]
 

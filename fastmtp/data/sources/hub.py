@@ -27,10 +27,8 @@ def read_hub(name: str, config: str | None, split: str | None) -> Iterator[Row]:
 
 
 def _load(name: str, config: str | None) -> Any:  # noqa: ANN401 - split -> rows, by an untyped library
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError("Datasets of the hub need the package `datasets`.", mend="pip install datasets") from error
+    import datasets
+
     try:
         try:
             return datasets.load_dataset(name, config, streaming=True)

@@ -116,7 +116,7 @@ def _in_store(source: str) -> list[SourceFile]:
     bucket, _, key = source.removeprefix("s3://").partition("/")
     if not bucket or is_glob(bucket):
         raise DataError(f"{source} names no bucket.", mend="Write s3://BUCKET/KEY.")
-    with explained(source, "/data/prompts", DataError):
+    with explained(source, "", DataError):
         store = open_store(f"s3://{bucket}")
         if is_glob(key):
             matches = glob_pattern(key).fullmatch
@@ -177,7 +177,7 @@ class _ObjectFile(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill the buffer by one request. Raises DataError."""
         end = min(self._at + len(buffer), self._info.size)
-        with explained(self._store.uri(self._key), "/data/prompts", DataError):
+        with explained(self._store.uri(self._key), "", DataError):
             data = self._store.read(self._key, self._at, end, stamp=self._info.stamp)
         buffer[: len(data)] = data
         self._at += len(data)
