@@ -17,6 +17,7 @@ from typing import Any
 import fastmtp
 from fastmtp.checkpoint import Checkpoint, open_checkpoint
 from fastmtp.config import TrainConfig
+from fastmtp.data.shards import Verifier
 from fastmtp.data.store import RowStore
 from fastmtp.errors import TrainingError
 from fastmtp.extract import fingerprint
@@ -97,7 +98,7 @@ def _plan(checkpoint: Checkpoint, head: Path, data: Path, config: TrainConfig, t
     if config.tensorboard:
         require_tensorboard()
     device, processes = pick_device(config), count_processes(config)
-    store = RowStore(data, fingerprint(checkpoint))
+    store = RowStore(data, Verifier.of(checkpoint))
     found = make_plan(store.split("train"), store.split("holdout"), config)
     files = HeadFiles(checkpoint, head)
     tokens = min(config.micro_tokens, found.step_tokens)
@@ -106,13 +107,15 @@ def _plan(checkpoint: Checkpoint, head: Path, data: Path, config: TrainConfig, t
     spread = ", spread over them" if config.shard and processes > 1 else ""
     text = (
         f"{found.rows:,} rows, {found.supervised:,} supervised tokens; {len(found.steps):,} steps of up to"
-        f" {config.batch_tokens:,} tokens, {found.tokens:,} in all; {found.held_out:,} rows held out\n"
+        f" {config.batch_tokens:,} tokens, {found.fill:.1%} full, {found.tokens:,} in all;"
+        f" {found.held_out:,} rows held out\n"
         f"{config.recursion} recursion, K={config.num_steps}, {config.optimizer}, {config.dtype} on {device.type},"
         f" {processes} process{'es' * (processes > 1)}{spread}; needs {memory}"
     )
     return {
         "rows": found.rows, "rows_held_out": found.held_out, "tokens": found.tokens, "steps": len(found.steps),
-        "tokens_supervised": found.supervised, "validations": len(found.validate_at), "device": device.type,
+        "tokens_supervised": found.supervised, "fill": round(found.fill, 4),
+        "validations": len(found.validate_at), "device": device.type,
         "processes": processes, "parameters": files.parameters, "memory_bytes": memory.memory,
         "disk_bytes": memory.disk, "text": text,
     }  # fmt: skip

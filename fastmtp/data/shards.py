@@ -136,7 +136,7 @@ class ShardFile:
             self._file = -1
 
     def _write(self, values: Tensor, offset: int) -> None:
-        data = memoryview(values.contiguous().view(torch.uint8).view(-1).numpy())
+        data = memoryview(values.contiguous().view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
         while data:
             written = os.pwrite(self._file, data, offset)
             data, offset = data[written:], offset + written

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from fastmtp.acceptance import Walk, measurement
 from fastmtp.config import TrainConfig
 from fastmtp.data.rows import PackedRows
-from fastmtp.data.store import RowEntry, RowStore
+from fastmtp.data.store import RowEntry
 from fastmtp.protocol import Measurement
 from fastmtp.training.checks import require_finite
+from fastmtp.training.loading import Loader
 from fastmtp.training.metrics import Record
 from fastmtp.training.objective import Objective
 from fastmtp.training.optim import Optimizers, like, rate
-from fastmtp.training.plan import micro_batches, tokens_of
+from fastmtp.training.plan import tokens_of
 from fastmtp.training.stopping import Stop, StopSignals
 from fastmtp.training.world import World, whole
 
@@ -32,9 +33,9 @@ class Engine:
     """The head under training with its optimizer, on this process's device."""
 
     def __init__(
-        self, objective: Objective, store: RowStore, config: TrainConfig, world: World, stop: StopSignals
+        self, objective: Objective, loader: Loader, config: TrainConfig, world: World, stop: StopSignals
     ) -> None:
-        self._config, self._store, self._world, self._stop = config, store, world, stop
+        self._config, self._loader, self._world, self._stop = config, loader, world, stop
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._weights = objective.weights
         self._module: nn.Module = world.wrap(objective.to(world.device))
@@ -42,14 +43,14 @@ class Engine:
         self._optimizers = Optimizers(self._head, config)
 
     def step(self, entries: Sequence[RowEntry], number: int, total: int) -> Record:
-        """Optimizer step `number` (from 0) of `total`, on these rows. Raises Stop with nothing changed by it.
+        """Optimizer step `number` (from 0) of `total`, on its rows. Raises Stop with nothing changed by it.
 
         Raises:
             TrainingError: loss or gradient is not finite; nothing was changed then either.
         """
-        begun = time.monotonic()
+        begun, waited = time.monotonic(), self._loader.waited
         try:
-            sums = self._gradients(entries)
+            sums = self._gradients(number)
         except Stop:
             self._optimizers.drop_gradients()
             raise
@@ -63,17 +64,22 @@ class Engine:
         record = {"loss": loss, **{f"loss_{k}": mean for k, mean in enumerate(means)}}
         record |= {f"hit_{k}": hit / max(1, count) for k, (hit, count) in enumerate(zip(hits, counts, strict=True))}
         seconds = time.monotonic() - begun
-        return record | {"lr": learning_rate, "grad_norm": norm, "tokens_per_second": tokens_of(entries) / seconds}
+        return record | {
+            "lr": learning_rate, "grad_norm": norm, "tokens_per_second": tokens_of(entries) / seconds,
+            "loading": (self._loader.waited - waited) / seconds,
+        }  # fmt: skip
 
     def estimate(self, entries: Sequence[RowEntry]) -> Measurement:
         """Acceptance on rows by the walk (`fastmtp.acceptance`), with the recursion that is served."""
         walk = Walk(self._config.num_steps)
-        for part in micro_batches(entries, self._world.size, self._config.micro_tokens)[self._world.rank]:
+        for part in self._loader.share(entries):
             rows = self._load(part)
             with torch.no_grad(), self._autocast():
                 _, hits = self._module(rows)
             for entry, row_hits in zip(part, hits.cpu().split([entry.length for entry in part]), strict=True):
-                walk.add(row_hits.tolist(), entry.prompt_length - 1, entry.length)
+                found = row_hits.tolist()
+                for begin, end in entry.answers:
+                    walk.add(found, begin - 1, end)
         drafts, *accepted = self._world.sum(torch.tensor([walk.drafts, *walk.accepted])).tolist()
         return measurement(drafts, accepted)
 
@@ -101,10 +107,9 @@ class Engine:
             {key.removeprefix(_OPTIMIZER): value for key, value in state.items() if key.startswith(_OPTIMIZER)}
         )
 
-    def _gradients(self, entries: Sequence[RowEntry]) -> Tensor:
-        """Run the rows forward and backward. Returns [4, K] fp64, over all processes; see `Objective.forward`."""
-        parts = micro_batches(entries, self._world.size, self._config.micro_tokens)[self._world.rank]
-        batches = [self._pack(part) for part in parts]
+    def _gradients(self, number: int) -> Tensor:
+        """Run a step's rows forward and backward. Returns [4, K] fp64, over all processes; see `Objective.forward`."""
+        batches = self._loader.take(number)
         counted = [
             sum(int(rows.counted(step).sum()) for rows in batches if rows) for step in range(self._config.num_steps)
         ]
@@ -124,10 +129,7 @@ class Engine:
         return self._world.sum(sums.cpu())
 
     def _load(self, entries: Sequence[RowEntry]) -> PackedRows | None:
-        return self._place(self._pack(entries))
-
-    def _pack(self, entries: Sequence[RowEntry]) -> PackedRows | None:
-        return PackedRows.pack([self._store.row(entry) for entry in entries]) if entries else None
+        return self._place(self._loader.pack(entries))
 
     def _place(self, rows: PackedRows | None) -> PackedRows | None:
         return rows.to(self._world.device, self._dtype) if rows else None

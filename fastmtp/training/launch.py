@@ -19,9 +19,9 @@ from pydantic import BaseModel
 from fastmtp import procs
 from fastmtp.checkpoint import open_checkpoint
 from fastmtp.config import TrainConfig
+from fastmtp.data.shards import Verifier
 from fastmtp.data.store import RowStore
 from fastmtp.errors import FastMTPError, InputError, ProcessError, TrainingError
-from fastmtp.extract import fingerprint
 from fastmtp.progress import Reporter, Tail
 from fastmtp.protocol import Progress
 from fastmtp.stage import write_atomic
@@ -53,7 +53,7 @@ class Request(BaseModel):
 def run_here(request: Request, reporter: Reporter) -> dict[str, Any]:
     """Take part in training. Returns the stage's summary in the main process, and nothing in others."""
     checkpoint = open_checkpoint(request.model)
-    store = RowStore(request.data, fingerprint(checkpoint))
+    store = RowStore(request.data, Verifier.of(checkpoint))
     plan = make_plan(store.split("train"), store.split("holdout"), request.config)
     with World(request.config) as world, held(request.saves) if world.main else nullcontext():
         saves = Saves(request.saves, world)

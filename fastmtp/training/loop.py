@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from fastmtp.config import TrainConfig
-from fastmtp.data.store import RowEntry, RowStore
+from fastmtp.data.packing import pack
+from fastmtp.data.store import Rows
 from fastmtp.errors import Interrupted, TrainingError
 from fastmtp.plots import plot_curves
 from fastmtp.progress import Reporter
 from fastmtp.training.checks import SAMPLE_ROWS, count_changed, guess_cost, require_moved, require_well_read
 from fastmtp.training.engine import Engine, head_of
 from fastmtp.training.headfiles import HeadFiles
+from fastmtp.training.loading import Loader
 from fastmtp.training.metrics import EVENTS, METRICS, MetricsLog, Story, duration, flat
-from fastmtp.training.plan import Plan, fill
+from fastmtp.training.plan import Plan
 from fastmtp.training.saves import Estimate, Saves, State, read_tensors
 from fastmtp.training.stopping import Stop, StopSignals
 from fastmtp.training.world import World, whole
@@ -39,18 +41,19 @@ class Run:
     def __init__(
         self,
         files: HeadFiles,
-        store: RowStore,
+        rows: Rows,
         plan: Plan,
         config: TrainConfig,
         saves: Saves,
         world: World,
         reporter: Reporter,
     ) -> None:
-        self._files, self._store, self._plan, self._config = files, store, plan, config
+        self._files, self._rows, self._plan, self._config = files, rows, plan, config
         self._saves, self._world, self._reporter = saves, world, reporter
-        self._held_out = store.split("holdout")
+        self._held_out = rows.split("holdout")
         self._stop = StopSignals()
-        self._engine = Engine(files.objective(config, world.device), store, config, world, self._stop)
+        self._loader = Loader(rows, plan.steps, world, config.micro_tokens)
+        self._engine = Engine(files.objective(config, world.device), self._loader, config, world, self._stop)
         self._state = State(steps=len(plan.steps))
         self._saved_step = -1
         self._saved_at = time.monotonic()
@@ -63,7 +66,7 @@ class Run:
             TrainingError: see `fastmtp.training.checks`.
             Interrupted: a signal came; what was done is saved.
         """
-        with self._stop:
+        with self._loader, self._stop:
             try:
                 self._begin()
                 self._go()
@@ -95,10 +98,11 @@ class Run:
             if state.unlogged is not None:
                 self._validate(log)
             while state.step < state.steps:
-                begun = time.monotonic()
+                begun, waited = time.monotonic(), self._loader.waited
                 record = self._engine.step(self._plan.steps[state.step], state.step, state.steps)
                 state.step += 1
                 state.tokens += sum(entry.length for entry in self._plan.steps[state.step - 1])
+                state.waited += self._loader.waited - waited
                 self._count(time.monotonic() - begun)
                 if state.step in self._plan.validate_at:
                     state.unlogged = record
@@ -125,20 +129,18 @@ class Run:
         self._saves.update(state)
 
     def _require_well_read(self) -> None:
-        rows = self._store.split("train")
-        answered = [entry for entry in self._held_out or rows if entry.length - entry.prompt_length >= 2]
-        sample = fill((answered or rows)[:SAMPLE_ROWS], self._config.micro_tokens)[0]
+        rows = self._rows.split("train")
+        answered = [entry for entry in self._held_out or rows if entry.supervised >= 2]
+        sample = (answered or rows)[:SAMPLE_ROWS]
+        first, *_ = pack([entry.length for entry in sample], self._config.micro_tokens, range(len(sample)))
+        sample = [sample[place] for place in first]
         loss, hit = self._engine.first_loss(sample)
         guess = guess_cost(
-            (token for entry in rows[:_FREQUENCY_ROWS] for token in self._answer(entry)),
-            [token for entry in sample for token in self._answer(entry)],
+            (token for entry in rows[:_FREQUENCY_ROWS] for token in self._rows.answer_ids(entry)),
+            [token for entry in sample for token in self._rows.answer_ids(entry)],
             self._files.vocabulary,
         )
         require_well_read(loss, guess, hit)
-
-    def _answer(self, entry: RowEntry) -> list[int]:
-        ids, _, mask = self._store.row(entry)
-        return [int(token) for token in ids[mask]]
 
     def _save(self) -> None:
         self._saves.save("last", self._state, self._engine.state())
@@ -201,7 +203,7 @@ class Run:
             "estimates": [{"step": estimate.step, **flat(estimate.found)} for estimate in state.estimates],
             "best": state.best.model_dump(), "best_step": state.best_step if self._held_out else state.steps,
             "recursion": self._config.recursion, "processes": self._world.size,
-            "seconds_training": round(state.seconds, 2),
+            "seconds_training": round(state.seconds, 2), "loading": round(state.waited / max(state.seconds, 1e-9), 4),
         }  # fmt: skip
 
     def _copy_story(self, directory: Path) -> None:

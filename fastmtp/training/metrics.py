@@ -16,6 +16,7 @@ from fastmtp.stage import write_atomic
 
 METRICS = "metrics.jsonl"
 EVENTS = "tensorboard"
+TIMES = frozenset({"tokens_per_second", "loading"})  # figures that differ from run to run
 Record = dict[str, float]
 
 

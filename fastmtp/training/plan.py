@@ -1,25 +1,28 @@
 """What will be trained on, in which order, before anything is: rows of every optimizer step, and how they are dealt.
 
-A step's rows depend on the seed and the token budget alone. Processes share them out among themselves, so a run gives
-the same losses, up to the order of sums, with any number of processes.
+A step's rows depend on the seed and the token budget alone (`fastmtp.data.packing`). Processes share them out among
+themselves, so a run gives the same losses, up to the order of sums, with any number of processes.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastmtp.config import TrainConfig
+from fastmtp.data.masks import require_supervision
+from fastmtp.data.packing import fill_rate, pack, pack_epoch
 from fastmtp.data.store import RowEntry
-from fastmtp.errors import DataError
 
 Group = list[RowEntry]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows of every optimizer step in order, and after which steps the head is tried on held-out rows."""
+    """The rows of every optimizer step in order, and after which steps the head is tried on held-out rows.
+
+    `fill` is how full the steps of an epoch are, tokens over budget.
+    """
 
     steps: tuple[Group, ...]
     validate_at: frozenset[int]
@@ -27,6 +30,7 @@ class Plan:
     tokens: int
     supervised: int
     held_out: int
+    fill: float
 
     @property
     def step_tokens(self) -> int:
@@ -35,16 +39,15 @@ class Plan:
 
 
 def make_plan(rows: Sequence[RowEntry], held_out: Sequence[RowEntry], config: TrainConfig) -> Plan:
-    """The plan for these rows. Raises DataError when no token is supervised."""
-    supervised = sum(entry.length - entry.prompt_length for entry in rows)
-    if supervised == 0:
-        raise DataError("No token is supervised: there is nothing to train on.", mend="Prepare more prompts.")
+    """The plan for these rows. Raises DataError when no token is supervised, or every one."""
+    require_supervision(rows)
+    lengths = [entry.length for entry in rows]
     steps: list[Group] = []
     ends = set()
     for epoch in range(config.epochs):
-        order = list(rows)
-        random.Random(f"{config.seed}:{epoch}").shuffle(order)  # noqa: S311
-        steps += fill(order, config.batch_tokens)
+        packed = pack_epoch(lengths, config.batch_tokens, config.seed, epoch)
+        fill = fill_rate(lengths, packed, config.batch_tokens)
+        steps += [[rows[place] for place in batch] for batch in packed]
         ends.add(len(steps))
     steps = steps[: config.max_steps]
     if config.validate_every:
@@ -54,22 +57,10 @@ def make_plan(rows: Sequence[RowEntry], held_out: Sequence[RowEntry], config: Tr
         validate_at=frozenset(end for end in ends if end < len(steps)) | {len(steps)},
         rows=len(rows),
         tokens=sum(map(tokens_of, steps)),
-        supervised=supervised,
+        supervised=sum(entry.supervised for entry in rows),
         held_out=len(held_out),
+        fill=fill,
     )
-
-
-def fill(entries: Sequence[RowEntry], budget: int) -> list[Group]:
-    """Consecutive rows in groups of up to `budget` tokens; a longer row stands alone."""
-    groups: list[Group] = []
-    tokens = budget
-    for entry in entries:
-        if tokens + entry.length > budget:
-            groups.append([])
-            tokens = 0
-        groups[-1].append(entry)
-        tokens += entry.length
-    return groups
 
 
 def deal(entries: Sequence[RowEntry], processes: int) -> list[Group]:
@@ -86,7 +77,10 @@ def deal(entries: Sequence[RowEntry], processes: int) -> list[Group]:
 
 def micro_batches(entries: Sequence[RowEntry], processes: int, budget: int) -> list[list[Group]]:
     """Per process, the groups it runs through the head one after the other: as many for each, empty ones at the end."""
-    shares = [fill(share, budget) for share in deal(entries, processes)]
+    shares = [
+        [[share[place] for place in group] for group in pack([entry.length for entry in share], budget)]
+        for share in deal(entries, processes)
+    ]
     rounds = max(map(len, shares))
     return [share + [[] for _ in range(rounds - len(share))] for share in shares]
 

@@ -54,6 +54,7 @@ class State(BaseModel):
     steps: int
     tokens: int = 0
     seconds: float = 0.0
+    waited: float = 0.0
     estimates: list[Estimate] = []
     best_step: int = 0
     unlogged: dict[str, float] | None = None

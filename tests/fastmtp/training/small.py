@@ -12,8 +12,9 @@ import yaml
 
 from fastmtp.checkpoint import open_checkpoint
 from fastmtp.config import TrainConfig
+from fastmtp.data.shards import Verifier
 from fastmtp.data.store import RowEntry, RowWriter
-from fastmtp.extract import extract, fingerprint
+from fastmtp.extract import extract
 from fastmtp.progress import Reporter
 from fastmtp.stage import Manifest, run_stage
 from fastmtp.train import train
@@ -55,7 +56,7 @@ def make_job(root: Path) -> Job:
     """The job in a directory."""
     made = Job(write_checkpoint(root / "model", "qwen3.5"), root / "head", root / "data")
     extract(made.model, made.head, Reporter("extract", quiet=True))
-    verifier = fingerprint(open_checkpoint(made.model))
+    verifier = Verifier.of(open_checkpoint(made.model))
     run_stage(
         "prepare", made.data, config={}, inputs={}, reporter=Reporter("prepare", quiet=True),
         body=lambda directory: write_rows(directory, verifier),
@@ -63,21 +64,23 @@ def make_job(root: Path) -> Job:
     return made
 
 
-def write_rows(directory: Path, verifier: str) -> dict[str, Any]:
+def write_rows(directory: Path, verifier: Verifier) -> dict[str, Any]:
     """30 rows of a fixed successor of each of 12 tokens, with states that say which token it is; 6 are held out."""
     random = torch.Generator().manual_seed(0)
     successor = torch.randperm(12, generator=random)
     states = torch.randn(12, SIZES["hidden_size"], generator=random)
-    writer = RowWriter(directory, verifier)
+    rows: list[tuple[RowEntry, list[int]]] = []
     for number in range(30):
         length, prompt = 14 + number % 9, 3 + number % 4
-        ids = torch.empty(length, dtype=torch.int32)
-        ids[0] = number % 12
-        for place in range(1, length):
-            ids[place] = successor[ids[place - 1]]
+        ids = [number % 12]
+        while len(ids) < length:
+            ids.append(int(successor[ids[-1]]))
         split = "holdout" if number % 5 == 0 else "train"
-        writer.add(RowEntry(f"row-{number}", split, length, prompt, "stop"), ids, states[ids])
-    writer.close()
+        rows.append((RowEntry(f"row-{number}", split, length, prompt, "stop"), ids))
+    with RowWriter(directory, verifier, rows) as writer:
+        for index, (_, ids) in enumerate(rows):
+            writer.put(index, ids, states[ids])
+        writer.close()
     return {}
 
 

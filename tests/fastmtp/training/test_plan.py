@@ -47,10 +47,10 @@ def test_steps_fill_the_budget_and_each_epoch_has_its_own_order() -> None:
 
 
 def test_the_order_depends_on_nothing_but_the_seed() -> None:
-    rows = entries(list(range(5, 25)))
-    plans = [make_plan(rows, [], TrainConfig(processes=processes, micro_tokens=64)) for processes in (1, 4)]
+    rows, config = entries(list(range(5, 25))), {"batch_tokens": 64}
+    plans = [make_plan(rows, [], TrainConfig(**config, processes=count, micro_tokens=64)) for count in (1, 4)]
     assert plans[0] == plans[1]
-    assert make_plan(rows, [], TrainConfig(seed=1)).steps != plans[0].steps
+    assert make_plan(rows, [], TrainConfig(**config, seed=1)).steps != plans[0].steps
 
 
 def test_a_cut_plan_ends_with_an_estimate() -> None:
@@ -61,3 +61,9 @@ def test_a_cut_plan_ends_with_an_estimate() -> None:
 def test_rows_without_an_answer_are_refused() -> None:
     with pytest.raises(DataError, match="nothing to train on"):
         make_plan(entries([10, 10], prompt=10), [], TrainConfig())
+
+
+def test_rows_that_are_all_answer_are_refused() -> None:
+    """Case D1: masks of ones over the whole set are no masks."""
+    with pytest.raises(DataError, match="All 20 tokens are supervised"):
+        make_plan(entries([10, 10], prompt=0), [], TrainConfig())

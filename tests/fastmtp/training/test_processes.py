@@ -18,6 +18,7 @@ from fastmtp.errors import ConfigError, TrainingError
 from fastmtp.extract import HEAD_FILE
 from fastmtp.train import METRICS, saves_of
 from fastmtp.training.engine import Engine
+from fastmtp.training.metrics import TIMES
 from fastmtp.training.world import count_processes, pick_device
 from tests.fastmtp.training.small import SMALL, Job
 
@@ -39,7 +40,7 @@ def require_close(found: Path, wanted: Path) -> None:
     assert [record["step"] for record in first] == [record["step"] for record in second]
     for mine, other in zip(first, second, strict=True):
         assert mine.keys() == other.keys()
-        for key in mine.keys() - {"tokens_per_second"}:
+        for key in mine.keys() - TIMES:
             assert mine[key] == pytest.approx(other[key], abs=1e-5), (mine["step"], key)
     for key, value in load_file(wanted / HEAD_FILE).items():
         assert (load_file(found / HEAD_FILE)[key].float() - value.float()).abs().max() < 0.01

@@ -23,7 +23,7 @@ from fastmtp.stage import sha256_file
 from fastmtp.train import METRICS, saves_of
 from fastmtp.training.engine import Engine
 from fastmtp.training.loop import Run
-from fastmtp.training.metrics import Story
+from fastmtp.training.metrics import TIMES, Story
 from fastmtp.training.saves import Saves, read_tensors
 from tests.fastmtp.training.small import Job
 
@@ -51,7 +51,7 @@ def straight(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def records(directory: Path) -> list[dict[str, float]]:
     """Figures of each step, without those of time."""
     lines = (directory / METRICS).read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
 def require_same(found: Path, wanted: Path) -> None:
