@@ -22,7 +22,6 @@ from api.reconcile import Reconciler
 from api.service import Preflight, Service
 from api.settings import Settings
 from api.sync import Sync
-from fastmtp.config import JobSpec
 from fastmtp.preflight import Policy, check_job
 
 
@@ -75,18 +74,10 @@ def create_app(
 
 
 def _preflight(settings: Settings) -> Preflight:
-    policy = Policy(sources=settings.allowed_sources, destinations=settings.allowed_destinations)
-    if settings.preflight:
-        return functools.partial(check_job, policy=policy)
-
-    def policy_only(spec: JobSpec) -> None:
-        policy.require_source(spec.model, "/model")
-        policy.require_source(spec.data.prompts, "/data/prompts")
-        policy.require_source(spec.evaluate.prompts, "/evaluate/prompts")
-        if spec.publish:
-            policy.require_destination(spec.publish.uri, "/publish/uri")
-
-    return policy_only
+    policy = Policy(
+        sources=settings.allowed_sources, destinations=settings.allowed_destinations, servers=settings.allowed_servers
+    )
+    return functools.partial(check_job, policy=policy) if settings.preflight else policy.require_job
 
 
 async def _require_migrated(db: Database) -> None:

@@ -176,8 +176,8 @@ def request_body() -> dict[str, Any]:
     parts = {part: {k: v for k, v in given[part].items() if k != "prompts"} for part in ("data", "evaluate")}
     return {
         "model": str(Path(spec.model).resolve()),
-        "training_file": str(Path(spec.data.prompts).resolve()),
-        "validation_file": str(Path(spec.evaluate.prompts).resolve()),
+        "training_file": str(Path(*spec.data.sources).resolve()),
+        "validation_file": str(Path(*spec.evaluate.sets.values()).resolve()),
         "seed": spec.train.seed,
         "suffix": "demo",
         "method": {

@@ -152,6 +152,10 @@ async def test_the_real_look_obeys_the_operator_and_reads_the_model(settings: Se
     assert (await refused(allowed_sources=sources))[0] == "/validation_file"
     assert (await refused(allowed_sources=sources, preflight=False))[0] == "/validation_file"
     wanted["validation_file"] = wanted["training_file"]
+    wanted["method"]["mtp"]["data"] = {"server": "http://10.0.0.1:8000"}
+    pointer, detail = await refused(allowed_sources=sources, preflight=False)
+    assert pointer == "/method/mtp/data/server" and "FASTMTP_ALLOWED_SERVERS" in detail
+    del wanted["method"]["mtp"]["data"]
     pointer, detail = await refused(allowed_sources=sources)
     assert pointer == "/method/mtp/publish/uri" and "FASTMTP_ALLOWED_DESTINATIONS" in detail
     pointer, detail = await refused(allowed_sources=sources, allowed_destinations=("s3://models",))
