@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from fastmtp.data.window import Window
 from fastmtp.errors import ConfigError
 from fastmtp.schema import (
     WINDOW,
@@ -126,6 +127,7 @@ class DataConfig(Strict):
             raise ValueError("server names a vLLM server, but backend is transformers; leave one of them out")
         if self.responses == "keep" and self.server:
             raise ValueError("with responses: keep nobody answers; leave server out")
+        Window.of(self.since, self.until)
         return self
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fastmtp.config import JobSpec
 from fastmtp.data.sources.opening import dataset_name
-from fastmtp.errors import ConfigError
+from fastmtp.errors import ConfigError, InputError
 from fastmtp.files import is_local, local_path
 
 
@@ -94,7 +94,11 @@ def prompt_sources(spec: JobSpec) -> list[tuple[str, str]]:
 def _require(value: str, allowed: tuple[str, ...] | None, pointer: str, setting: str) -> None:
     if allowed is None:
         return
-    wanted = _normal(value)
+    try:
+        wanted = _normal(value)
+    except InputError as error:
+        error.pointer = pointer
+        raise
     for prefix in map(_normal, allowed):
         # A dataset's name goes on with its configuration.
         ends = ("/", ":") if prefix.startswith("hf:") else ("/",)

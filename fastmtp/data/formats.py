@@ -28,7 +28,11 @@ _TIMES = (
     "request_time", "start_time", "startTime",
 )  # fmt: skip
 _CHATS = ("conversations", "conversation")
-_REQUESTS = ("request", "body", "input", "request_body", "payload", "params", "kwargs")
+# What a log keeps a request below; the first are the names that nothing else has.
+_BODIES = ("request", "body", "request_body")
+_REQUESTS = (*_BODIES, "input", "payload", "params", "kwargs")
+_ENDPOINTS = ("url", "path", "endpoint")
+_NO_CHAT = ("/embeddings", "/rerank", "/score", "/pooling", "/classify", "/tokenize", "/moderations")
 _RESPONSES = ("response", "output", "response_body", "body", "result")
 _DEPTH = 4
 
@@ -87,7 +91,8 @@ def _told(row: Row) -> str:
         return "log" if any(isinstance(row.get(name), dict | str) for name in ("response", "output")) else "messages"
     if any(name in row for name in _CHATS):
         return "sharegpt"
-    if "custom_id" in row or _find(row, _REQUESTS, _is_request) is not None:
+    kept = any(isinstance(_json(row.get(name)), dict) for name in _BODIES)
+    if kept or "custom_id" in row or _find(row, _REQUESTS, _is_request) is not None:
         return "log"
     return "text" if "text" in row and not any(name in row for name in _PROMPTS) else "completion"
 
@@ -144,6 +149,8 @@ def _from_log(row: Row) -> _Parts:
     if request is None:
         answered = _find(row, _RESPONSES, _is_response) is not None
         raise Unusable("an answer without its request" if answered else "no chat request")
+    if any(str(row.get(name, "")).partition("?")[0].rstrip("/").endswith(_NO_CHAT) for name in _ENDPOINTS):
+        raise Unusable("no chat request")
     if isinstance(request, list):
         request = {"messages": request}
     system = request.get("system", request.get("instructions"))

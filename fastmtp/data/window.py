@@ -25,11 +25,17 @@ class Window:
 
     @classmethod
     def of(cls, since: str | None, until: str | None, now: float | None = None) -> Window:
-        """From a date, a time, or a length of time before now such as 7d. Raises ValueError for what is none."""
+        """From a date, a time, or a length of time before now such as 7d.
+
+        Raises:
+            ValueError: for what is none, and for an end that comes before the begin and always will.
+        """
         now = time.time() if now is None else now
         window = cls(*(None if text is None else _moment(text, now) for text in (since, until)))
-        if window.since is not None and window.until is not None and window.since >= window.until:
-            raise ValueError(f"since ({since}) is not before until ({until})")
+        if since and until and bool(_AGO.fullmatch(since)) == bool(_AGO.fullmatch(until)):
+            assert window.since is not None and window.until is not None
+            if window.since >= window.until:
+                raise ValueError(f"since ({since}) is not before until ({until})")
         return window
 
     @property
@@ -62,5 +68,8 @@ def moment_of(value: object) -> float | None:
 def _moment(text: str, now: float) -> float:
     if ago := _AGO.fullmatch(text):
         return now - int(ago[1]) * _SECONDS[ago[2]]
-    found = datetime.fromisoformat(text)
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ValueError(f"{text} is no date: {error}") from error
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
