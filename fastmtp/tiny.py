@@ -114,7 +114,7 @@ def _build(directory: Path, recipe: Recipe, reporter: Reporter, text: Path | Non
 
 def _pairs(conversations: Iterable[Conversation]) -> list[dict[str, str]]:
     """Question and answer of those that have both, each question once."""
-    pairs = {}
+    pairs: dict[str, dict[str, str]] = {}
     for one in conversations:
         if answer := one.answer():
             pairs.setdefault(one.prompt_key(), {"question": one.prompt()[-1]["content"], "answer": answer["content"]})
