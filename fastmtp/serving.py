@@ -93,7 +93,7 @@ def _require_as_asked(launch: Launch, server: Server) -> None:
     """Raise ServingError where the server runs with something else, as far as it says with what."""
     found = server.effective
     asked = {
-        "method": "mtp" if launch.num_speculative_tokens else "none",
+        "method": launch.method,
         "num_speculative_tokens": launch.num_speculative_tokens or 0,
         "prefix_caching": launch.prefix_caching,
     }

@@ -1,6 +1,6 @@
-"""What is asked of a verifier and what it answered, and the journal that makes answers survive a kill.
+"""Who answers, as others see it, and the journal that makes answers survive a kill. Loads no torch.
 
-The token ids that were generated are kept, never re-tokenised text. Loads no torch.
+The token ids that were generated are kept, never re-tokenised text.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from fastmtp.servers.client import Answer, Request
 from fastmtp.stage import fsync_path
 
 if TYPE_CHECKING:
@@ -25,30 +25,7 @@ JOURNAL = "answers.jsonl"
 _SYNC_SECONDS = 5.0  # a killed process loses nothing that it wrote; a power cut at most this much
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One answer: token ids as generated, the one that ends it included, and why it ended (`stop` or `length`)."""
-
-    token_ids: tuple[int, ...]
-    finish: str
-
-
-@dataclass(frozen=True)
-class Question:
-    """One prompt to answer.
-
-    Attributes:
-        prompt: token ids up to where the answer begins.
-        room: most tokens the answer may have.
-        seed: of its sampling. It is the row's own, so that neither order nor company of requests changes an answer.
-    """
-
-    prompt: tuple[int, ...]
-    room: int
-    seed: int
-
-
-# Place of the question, its answer, and the states [n, H] of prompt and answer where the engine has them anyway.
+# Place of the request, its answer, and the states [n, H] of prompt and answer where the engine has them anyway.
 OnAnswer = Callable[[int, Answer, "Tensor | None"], None]
 
 
@@ -57,19 +34,20 @@ class Engine(Protocol):
 
     name: str
 
-    def answer(self, questions: Sequence[Question], on_answer: OnAnswer) -> None:
+    def answer(self, requests: Sequence[Request], on_answer: OnAnswer) -> None:
         """Answer all; `on_answer` hears each as it is finished, in any order, from the calling thread."""
 
 
-def row_id(key: str, turn: int, prompt: Sequence[int]) -> str:
-    """Identity of a row before it is answered: conversation, turn, and the very ids that are asked."""
-    digest = hashlib.sha256(f"{key}:{turn}:".encode())
+def row_id(name: str, turn: int, prompt: Sequence[int]) -> str:
+    """Identity of a row before it is answered: its dialogue, its turn, and the very ids that are asked."""
+    digest = hashlib.sha256(f"{name}:{turn}:".encode())
     digest.update(array("q", prompt).tobytes())
     return digest.hexdigest()[:32]
 
 
 def seed_of(seed: int, row: str) -> int:
-    """The seed of one row's sampling, below 2**31: a function of the job's seed and the row's identity alone."""
+    """The seed of one row's sampling, below 2**31: of the job's seed and the row alone: neither the order nor the
+    company of requests changes an answer."""
     return int.from_bytes(hashlib.sha256(f"answer:{seed}:{row}".encode()).digest()[:4]) >> 1
 
 
@@ -82,6 +60,7 @@ class Journal:
 
     Attributes:
         known: row id -> answer, of this run and those before it.
+        resumed: an earlier run of this identity was here.
     """
 
     def __init__(self, directory: Path, identity: str) -> None:
@@ -89,6 +68,7 @@ class Journal:
         self._path = directory / JOURNAL
         self.known: dict[str, Answer] = {}
         whole = self._read(identity)
+        self.resumed = whole > 0
         self._file = self._path.open("r+b" if whole else "wb")
         # What follows the last whole line is half a line of a writer that was killed.
         self._file.seek(whole)

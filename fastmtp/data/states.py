@@ -1,31 +1,54 @@
-"""The verifier's hidden states after its final norm, by one forward pass over rows that are there already.
+"""The verifier's hidden states after its final norm: from a forward pass, or held against one on a few rows.
 
-Rows of like length go together, padded on the right, where nothing real looks. No logits are made. States that somebody
-else computed are held against this pass on a few rows, since a mix-up of rows or norms shows nowhere else.
+In a pass rows of like length go together, padded on the right, where nothing real looks; no logits are made. States
+that came otherwise are compared, since a mix-up of rows or norms shows nowhere else.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fastmtp.data.engines.loading import Verifier
+from fastmtp.config import DataConfig
+from fastmtp.data.engines.loading import Loaded, Loader
+from fastmtp.data.masks import Span
 from fastmtp.errors import DataError
-from fastmtp.table import size
 
 # Root mean square of the difference over that of the states. Two passes in bf16 that sum in other orders differ by
 # less than 0.01; states of another row, or from before the norm, by about 1.
 TOLERANCE = 0.05
-_IDS_BYTES = 5  # int32 id and one byte of mask
+COMPARED_ROWS = 4
+
+# Rows of token ids, and who hears how many tokens are done -> their states [n, H].
+StateSource = Callable[[Sequence[Sequence[int]], Callable[[int], None]], list[Tensor]]
+
+
+@contextlib.contextmanager
+def state_source(config: DataConfig, loader: Loader, directory: Path) -> Iterator[StateSource]:
+    """Yield who computes states: transformers, or vLLM, which is ended on leaving.
+
+    Args:
+        directory: where vLLM may leave its log and what it hands over.
+
+    Raises:
+        DataError: vLLM is wanted and there is no GPU.
+    """
+    if config.states_from != "vllm":
+        yield lambda rows, on_done: forward_states(loader.get(), rows, config.states_tokens, on_done)
+        return
+    from fastmtp.data.engines.extraction import extracting
+
+    with extracting(loader, config, directory) as source:
+        yield source
 
 
 @torch.inference_mode()
 def forward_states(
-    verifier: Verifier, rows: Sequence[Sequence[int]], tokens: int, on_done: Callable[[int], None] | None = None
+    verifier: Loaded, rows: Sequence[Sequence[int]], tokens: int, on_done: Callable[[int], None] | None = None
 ) -> list[Tensor]:
     """States [n, H] in the model's dtype, on the CPU, of each row of token ids, in the order of the rows.
 
@@ -66,31 +89,28 @@ def disagreement(found: Tensor, fresh: Tensor) -> float:
     return float(difference / fresh.float().square().mean().sqrt().clamp(min=1e-12))
 
 
-def require_agreement(found: Mapping[int, Tensor], verifier: Verifier, rows: Sequence[Sequence[int]], who: str) -> None:
+def own_share(verifier: Loaded, rows: Sequence[tuple[Sequence[int], Sequence[Span]]], tokens: int) -> float:
+    """Share of the supervised tokens of some (ids, spans) that the verifier would have said itself, greedily."""
+    states = forward_states(verifier, [ids for ids, _ in rows], tokens)
+    head = verifier.model.get_output_embeddings()
+    own = said = 0
+    with torch.inference_mode():
+        for (ids, spans), row in zip(rows, states, strict=True):
+            for begin, end in spans:
+                choices = head(row[begin - 1 : end - 1].to(verifier.device)).argmax(-1).cpu()
+                own += int((choices == torch.tensor(ids[begin:end])).sum())
+                said += end - begin
+    return own / max(said, 1)
+
+
+def require_agreement(found: Mapping[int, Tensor], verifier: Loaded, rows: Sequence[Sequence[int]], who: str) -> None:
     """Raise DataError where the states that `who` gave for some rows (by place) are not those of a forward pass."""
     for place, states in found.items():
         fresh = forward_states(verifier, [rows[place]], len(rows[place]))[0]
         if states.shape != fresh.shape or not disagreement(states, fresh) <= TOLERANCE:
             off = disagreement(states, fresh) if states.shape == fresh.shape else float("inf")
             raise DataError(
-                f"The hidden states that {who} gave for row {place} are not those of the verifier after its final norm:"
-                f" they differ by {off:.2f} of their size, where {TOLERANCE} is rounding.",
+                f"The hidden states that {who} gave for row {place} are not those of a pass of this verifier after its"
+                f" final norm: they differ by {off:.2f} of their size, where {TOLERANCE} is rounding.",
                 mend="Use data.states_from: transformers.", pointer="/data/states_from",
             )  # fmt: skip
-
-
-def states_bytes(tokens: int, hidden_size: int) -> int:
-    """Bytes on disk of that many tokens: bf16 states, ids and mask."""
-    return tokens * (hidden_size * 2 + _IDS_BYTES)
-
-
-def require_room(place: Path, tokens: int, hidden_size: int) -> None:
-    """Raise DataError when states of that many tokens do not fit onto the disk."""
-    needed, free = states_bytes(tokens, hidden_size), shutil.disk_usage(place).free
-    if needed > free:
-        raise DataError(
-            f"The hidden states of {tokens:,} tokens need {size(needed)} (tokens x hidden size x 2 bytes);"
-            f" {place} has {size(free)} free.",
-            mend="Lower data.max_samples, use another disk, or take data.hidden_states: online.",
-            pointer="/data/hidden_states",
-        )

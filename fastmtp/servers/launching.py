@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,7 @@ class Launch:
         num_speculative_tokens: draft tokens per step, K; none: no speculation.
         concurrency: most requests it runs at once.
         draft_sampling: how draft tokens are picked at a temperature above 0.
+        speculation: more of vLLM's speculative config; it wins over the rest.
         prefix_caching: off unless asked for: with MTP on hybrid models it crashes, or reuses the wrong state.
         server_args: the job's own, last, so that they win.
     """
@@ -39,6 +41,7 @@ class Launch:
     concurrency: int = 64
     dtype: str = "bfloat16"
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    speculation: Mapping[str, object] = field(default_factory=dict)
     prefix_caching: bool = False
     server_args: tuple[str, ...] = ()
 
@@ -52,6 +55,11 @@ class Launch:
             concurrency=config.concurrency, dtype=config.dtype, draft_sampling=config.draft_sampling,
             prefix_caching=config.prefix_caching, server_args=config.server_args,
         )  # fmt: skip
+
+    @property
+    def method(self) -> str:
+        """How tokens are drafted; none: they are not."""
+        return "none" if not self.num_speculative_tokens else str(self.speculation.get("method", "mtp"))
 
     def command(self, python: Path, port: int, *, gpu: bool) -> list[str]:
         """The command line. A function of its arguments alone."""
@@ -68,9 +76,8 @@ class Launch:
             words.append("--enforce-eager")
         if self.num_speculative_tokens is not None:
             speculation: dict[str, object] = {
-                "method": "mtp",
-                "num_speculative_tokens": self.num_speculative_tokens,
-            }
+                "method": self.method, "num_speculative_tokens": self.num_speculative_tokens, **self.speculation,
+            }  # fmt: skip
             if self.draft_sampling != "greedy":
                 speculation["draft_sample_method"] = self.draft_sampling
             words += ["--speculative-config", json.dumps(speculation)]

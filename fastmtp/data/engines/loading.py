@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fastmtp.checkpoint import open_checkpoint
+from fastmtp.errors import DataError
 from fastmtp.table import size
 
 _HEADROOM = 0.85  # of what is free; the rest is for activations and caches
 
 
 @dataclass(frozen=True)
-class Verifier:
+class Loaded:
     """A loaded model.
 
     Attributes:
@@ -30,44 +32,59 @@ class Verifier:
     where: str
 
 
-def load_verifier(path: Path, folder: Path, *, offload: bool | str, limit: int | None = None) -> Verifier:
+def load_verifier(path: Path, folder: Path, *, offload: bool | Literal["auto"], limit: int | None = None) -> Loaded:
     """Load a checkpoint in its own dtype.
 
     Args:
-        folder: where weights go that must be read from disk in another form than they are stored in.
+        folder: where weights go that are read again in each pass and are not stored in the form that is needed.
         offload: False: never; "auto": where it does not fit; True: anyhow.
-        limit: bytes of memory it may take, instead of what is found to be free.
+        limit: bytes of memory it may take on any device, if that is less than what is free.
+
+    Raises:
+        DataError: it does not fit, and offloading is off.
     """
-    cuda = torch.cuda.is_available()
     needed = open_checkpoint(path).nbytes
-    room: dict[int | str, int] = {"cpu": psutil.virtual_memory().available}
-    if cuda:
-        room = {index: torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())} | room
-    room = {place: int(free * _HEADROOM) for place, free in room.items()}
-    first: int | str = 0 if cuda else "cpu"
-    if limit is not None:
-        room = {place: min(free, limit) for place, free in room.items()}
-    if offload is True:
-        # Nothing stays: each layer is read when it is its turn.
-        room = {place: 1 for place in room}
-    devices = sum(free for place, free in room.items() if not cuda or place != "cpu")
-    if offload is False or needed <= room[first]:
-        where: object = first
-    else:
-        where = "auto"
-    spilled = offload is not False and needed > devices
-    folder.mkdir(parents=True, exist_ok=True)
-    extra = {} if where == first else {"max_memory": room, "offload_folder": str(folder)}
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", device_map=where, **extra).eval()
-    device = torch.device("cuda:0" if cuda else "cpu")
-    name = torch.cuda.get_device_name(0) if cuda else "the CPU"
-    said = f"{name}, layer by layer from disk: {size(needed)} are read in each pass" if spilled else name
-    return Verifier(model, device, spilled, said)
+    room = {place: min(free, limit or free) for place, free in _room().items()}
+    devices = [place for place in room if place != "cpu"] or ["cpu"]
+    together = sum(room[place] for place in devices)
+    if offload is False and needed > together:
+        raise DataError(
+            f"{path} takes {size(needed)}; {size(together)} are free for it.",
+            mend="Take data.offload: auto, or a larger device.", pointer="/data/offload",
+        )  # fmt: skip
+    offloaded = offload is True or needed > together
+    kwargs: dict[str, Any] = {"device_map": devices[0]}
+    if offloaded or needed > room[devices[0]]:
+        # With offload: true nothing stays; each layer is read when it is its turn.
+        most = {place: 1 if offload is True else free for place, free in room.items()}
+        kwargs = {"device_map": "auto", "max_memory": most, "offload_folder": str(folder)}
+        folder.mkdir(parents=True, exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", **kwargs).eval()
+    device = torch.device("cpu" if devices[0] == "cpu" else f"cuda:{devices[0]}")
+    where = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    if offloaded:
+        where += f", layer by layer: up to {size(needed)} are read in each pass"
+    return Loaded(model, device, offloaded, where)
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every token that ends an answer, by the generation config or else the tokenizer."""
-    ends = model.generation_config.eos_token_id if model.generation_config else None
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    return set(ends) if isinstance(ends, list) else {int(ends)}
+def _room() -> dict[int | str, int]:
+    """Bytes that a model may take: of each GPU by its number, then of memory."""
+    gpus = range(torch.cuda.device_count())
+    free: dict[int | str, int] = {index: torch.cuda.mem_get_info(index)[0] for index in gpus}
+    free["cpu"] = psutil.virtual_memory().available
+    return {place: int(found * _HEADROOM) for place, found in free.items()}
+
+
+class Loader:
+    """Loads a verifier when it is first wanted, once; vLLM may need the device before that."""
+
+    def __init__(self, path: Path, folder: Path, offload: bool | Literal["auto"]) -> None:
+        self.path = path
+        self._folder, self._offload = folder, offload
+        self._loaded: Loaded | None = None
+
+    def get(self) -> Loaded:
+        """The verifier. Raises DataError where it does not fit."""
+        if self._loaded is None:
+            self._loaded = load_verifier(self.path, self._folder, offload=self._offload)
+        return self._loaded

@@ -8,23 +8,25 @@ of their own. Not for families that put anything but the output head behind the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fastmtp.config import SamplingConfig
-from fastmtp.data.answers import Answer, OnAnswer, Question
+from fastmtp.data.answers import OnAnswer
+from fastmtp.data.engines.loading import Loaded
+from fastmtp.servers.client import Answer, Request
 
 # A batch shrinks once an eighth of it has ended: moving the caches costs something too.
 _SHRINK_AT = 8
 
 
 class LocalEngine:
-    """A verifier in memory.
+    """A verifier in this process.
 
     Args:
+        load: gives it when it is first wanted.
         ends: tokens that end an answer.
         pad: token that fills up prompts on the left.
         capture: hand on the states of prompt and answer.
@@ -32,7 +34,7 @@ class LocalEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        load: Callable[[], Loaded],
         *,
         ends: set[int],
         pad: int,
@@ -40,18 +42,19 @@ class LocalEngine:
         batch_size: int,
         capture: bool,
     ) -> None:
-        self.name = f"transformers on {model.device.type}, {batch_size} at once"
-        self._model, self._ends, self._pad = model, ends, pad
+        self.name = f"transformers, {batch_size} at once"
+        self._load, self._ends, self._pad = load, ends, pad
         self._sampling, self._batch_size, self._capture = sampling, batch_size, capture
 
     @torch.inference_mode()
-    def answer(self, questions: Sequence[Question], on_answer: OnAnswer) -> None:
+    def answer(self, requests: Sequence[Request], on_answer: OnAnswer) -> None:
         """Answer all, longest prompts first: whether they fit into memory is known at once."""
-        order = sorted(range(len(questions)), key=lambda place: -len(questions[place].prompt))
-        head = self._model.get_output_embeddings()
+        loaded = self._load()
+        head = loaded.model.get_output_embeddings()
+        order = sorted(range(len(requests)), key=lambda place: -len(requests[place].prompt))
         for begin in range(0, len(order), self._batch_size):
             places = order[begin : begin + self._batch_size]
-            batch = _Batch(self._model, [questions[place] for place in places], self._pad, capture=self._capture)
+            batch = _Batch(loaded, [requests[place] for place in places], self._pad, capture=self._capture)
             while batch.size:
                 batch.take(self._pick(head(batch.hidden).float(), batch), self._ends)
                 if self._capture:  # the state of an answer's last token takes a step that nothing else needs
@@ -70,32 +73,32 @@ class LocalEngine:
 
 
 class _Batch:
-    """Rows that are decoded together. A line is a place in the tensors, a row a question; lines go, rows stay.
+    """Rows that are decoded together. A line is a place in the tensors, a row a request; lines go, rows stay.
 
     Attributes:
         hidden: [b, H], the states from which each line's next token is read.
     """
 
-    def __init__(self, model: PreTrainedModel, questions: Sequence[Question], pad: int, *, capture: bool) -> None:
-        self._model, self._questions, self._capture = model, questions, capture
-        device, count = model.device, len(questions)
-        self._width = max(len(question.prompt) for question in questions)
-        room = max(question.room for question in questions)
+    def __init__(self, loaded: Loaded, requests: Sequence[Request], pad: int, *, capture: bool) -> None:
+        self._base, self._requests, self._capture = loaded.model.base_model, requests, capture
+        device, count = loaded.device, len(requests)
+        self._width = max(len(request.prompt) for request in requests)
+        room = max(request.max_tokens for request in requests)
         ids = torch.full((count, self._width), pad)
         mask = torch.ones(count, self._width + room, dtype=torch.int64)
-        for row, question in enumerate(questions):
-            begin = self._width - len(question.prompt)
-            ids[row, begin:] = torch.tensor(question.prompt)
+        for row, request in enumerate(requests):
+            begin = self._width - len(request.prompt)
+            ids[row, begin:] = torch.tensor(request.prompt)
             mask[row, :begin] = 0
         self._rows = list(range(count))
-        self._tokens: list[list[int]] = [[] for _ in questions]
+        self._tokens: list[list[int]] = [[] for _ in requests]
         self._finish = [""] * count
         self._sent = [False] * count
         self._uniforms: Tensor | None = None
         self._mask = mask.to(device)
         self._steps = 0
         positions = (self._mask[:, : self._width].cumsum(1) - 1).clamp(min=0)
-        out = model.base_model(
+        out = self._base(
             input_ids=ids.to(device),
             attention_mask=self._mask[:, : self._width],
             position_ids=positions,
@@ -119,14 +122,14 @@ class _Batch:
         for row, token in zip(self._rows, tokens.tolist(), strict=True):
             if not self._finish[row]:
                 self._tokens[row].append(token)
-                full = len(self._tokens[row]) == self._questions[row].room
+                full = len(self._tokens[row]) == self._requests[row].max_tokens
                 self._finish[row] = "stop" if token in ends else "length" if full else ""
 
     def step(self) -> None:
         """Run the tokens that were taken last."""
         self._last = self._last + 1
         seen = self._width + self._steps + 1
-        out = self._model.base_model(
+        out = self._base(
             input_ids=self._next, attention_mask=self._mask[:, :seen], position_ids=self._last[:, None],
             past_key_values=self._cache, use_cache=True,
         )  # fmt: skip
@@ -151,7 +154,7 @@ class _Batch:
         self._rows = [self._rows[line] for line in keep]
         if not keep:
             return
-        lines = torch.tensor(keep, device=self.hidden.device)
+        lines = torch.tensor(keep)
         self._cache.reorder_cache(lines)
         self._mask, self._last, self.hidden = (part[lines] for part in (self._mask, self._last, self.hidden))
         self._next = self._next[lines]
@@ -161,14 +164,14 @@ class _Batch:
         if self._uniforms is None:
             room = self._mask.shape[1] - self._width
             drawn = [
-                torch.rand(room, generator=torch.Generator().manual_seed(question.seed), dtype=torch.float64)
-                for question in self._questions
+                torch.rand(room, generator=torch.Generator().manual_seed(request.seed), dtype=torch.float64)
+                for request in self._requests
             ]
             self._uniforms = torch.stack(drawn).to(self.hidden.device)
         return self._uniforms[self._rows, self._steps]
 
     def _states(self, row: int) -> Tensor:
-        prompt, answer = len(self._questions[row].prompt), len(self._tokens[row])
+        prompt, answer = len(self._requests[row].prompt), len(self._tokens[row])
         return torch.cat([self._of_prompts[row, self._width - prompt :], self._of_answers[row, :answer]]).cpu()
 
 
