@@ -20,13 +20,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastmtp.data.masks import Span, mask_of, require_supervision
+from fastmtp.data.masks import Span, require_supervision
 from fastmtp.data.shards import AGAIN, Shard, ShardFile, Verifier, bytes_of
 from fastmtp.errors import DataError, IntegrityError
 from fastmtp.stage import write_atomic
 from fastmtp.table import size
 
 INDEX = "rows.jsonl"
+SHARDS = "rows-*.safetensors"
 SHARD_TOKENS = 1 << 17
 
 Row = tuple[Tensor, Tensor, Tensor]
@@ -117,7 +118,7 @@ class RowWriter:
         self._members: dict[str, list[int]] = {}
         for index, entry in enumerate(self.entries):
             self._members.setdefault(entry.shard, []).append(index)
-        self._missing = {name: set(rows) for name, rows in self._members.items() if not self._finished(name)}
+        self._missing = {name: set(places) for name, places in self._members.items() if not self._finished(name)}
         self._open: dict[str, ShardFile] = {}
         require_room(directory, sum(self.entries[row].length for row in self.missing()), verifier.hidden_size)
 
@@ -155,9 +156,12 @@ class RowWriter:
             del self._missing[entry.shard]
 
     def close(self) -> None:
-        """Write the index. Raises IntegrityError while a row's states are missing."""
+        """Write the index, and drop what other rows left. Raises IntegrityError while a row's states are missing."""
         if missing := self.missing():
             raise IntegrityError(f"{len(missing)} of {len(self.entries)} rows have no states, row {missing[0]} first.")
+        for path in (*self._directory.glob(SHARDS), *self._directory.glob(f".{SHARDS}.partial")):
+            if path.name not in self._members:
+                path.unlink()
         lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in self.entries).encode()
         index = self._directory / INDEX
         if not index.is_file() or index.read_bytes() != lines:
@@ -179,9 +183,13 @@ class RowWriter:
         return ShardFile(self._directory / name, self._verifier, *self._contents(name))
 
     def _contents(self, name: str) -> tuple[Tensor, Tensor]:
-        rows = self._members[name]
-        masks = [mask_of(self.entries[row].answers, self.entries[row].length) for row in rows]
-        return torch.cat([self._ids[row] for row in rows]), torch.tensor(sum(masks, []), dtype=torch.uint8)
+        ids = torch.cat([self._ids[row] for row in self._members[name]])
+        mask = torch.zeros(len(ids), dtype=torch.uint8)
+        for row in self._members[name]:
+            entry = self.entries[row]
+            for begin, end in entry.answers:
+                mask[entry.offset + begin : entry.offset + end] = 1
+        return ids, mask
 
 
 class RowStore:
