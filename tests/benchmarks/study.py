@@ -16,19 +16,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from fastmtp.acceptance import Walk, measurement
 from fastmtp.checkpoint import open_checkpoint
-from fastmtp.config import JobSpec, TrainConfig
+from fastmtp.config import JobSpec, SamplingConfig, TrainConfig
 from fastmtp.data.prepare import prepare
-from fastmtp.data.prompts import read_prompts
+from fastmtp.data.prompts import first_conversations
+from fastmtp.data.rendering import Renderer
 from fastmtp.data.rows import PackedRows
-from fastmtp.data.tokens import encode_prompts
 from fastmtp.extract import extract
 from fastmtp.progress import Reporter
 from fastmtp.protocol import Measurement
-from fastmtp.serving import serve
+from fastmtp.serving import Launch, Request, serve
 from fastmtp.stage import write_atomic
 from fastmtp.stitch import stitch
 from fastmtp.tiny import Recipe, build
@@ -58,8 +58,10 @@ class Study:
             extract(self.model, self.head, reporter, replace=True)
         with Reporter("prepare") as reporter:
             prepare(self.model, self._here(spec).data, self.data, reporter, replace=True)
-        prompts = read_prompts(self._here(spec).evaluate.prompts, limit=spec.evaluate.num_prompts)
-        self.prompts = encode_prompts(AutoTokenizer.from_pretrained(self.model), prompts)
+        source = next(iter(self._here(spec).evaluate.sets.values()))
+        renderer = Renderer.of(self.model, spec.evaluate.template_args)
+        asked = first_conversations(source, spec.evaluate.num_prompts)
+        self.prompts = [renderer.prompt_ids(one.prompt(), one.tools) for one in asked]
 
     def _here(self, spec: JobSpec) -> JobSpec:
         """The job with the prompts of this verifier."""
@@ -81,9 +83,12 @@ class Study:
         if not record.is_file():
             config = self.spec.evaluate
             longest = max(map(len, self.prompts)) + config.max_tokens + config.num_speculative_tokens + 1
-            with serve(checkpoint, config, max_model_len=longest, log=record.with_suffix(".log")) as server:
+            requests = [Request(prompt, config.max_tokens) for prompt in self.prompts]
+            launch = Launch.of(config, checkpoint, longest, config.num_speculative_tokens)
+            with serve(launch, record.with_suffix(".log")) as server:
                 before = server.counters()
-                answers = server.generate(self.prompts, config, lambda _done: None)
+                sampling = SamplingConfig(temperature=config.temperatures[0])
+                answers = server.generate(requests, sampling, config.concurrency)
                 counted = server.counters().since(before)
             found = measurement(counted.drafts, counted.accepted)
             value = {"figures": found.model_dump(), "answers": [list(answer.token_ids) for answer in answers]}
