@@ -1,9 +1,10 @@
 """Publishing a stitched 4 GB checkpoint whose base is in the same store against boto3's upload_file; a first upload.
 
-The store is rclone's S3 server on this machine. The model was published there before; the checkpoint is stitched from
-it with another head, which lies in a file of its own, by links, so that one shard of nine is touched. Ours runs twice:
-shards referred to where they lie, and copied by the store, which this server does by reading and writing them on our
-own disk and cores. The peer sends the directory file by file, as `upload_file` does by itself: in parts, ten at once.
+The stores are rclone's S3 server and, with a smaller model, moto's, on this machine. The model was published there
+before; the checkpoint is stitched from it with another head, which lies in a file of its own, by links, so that one
+shard of nine is touched. Ours runs twice: shards copied by the store (the default), which these servers do by reading
+and writing them on our own disk and cores, and referred to where they lie. The peer sends the directory file by file,
+as `upload_file` does by itself: in parts, ten at once.
 
 Seconds are of the calls in one process, each once, on a warm page cache. Ours include finding out what the store has,
 claims, manifest and pointer, and proving what arrived; the first upload also hashes every byte, from cold. The peer
@@ -18,16 +19,19 @@ import http.client
 import os
 import shutil
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import boto3
+import httpx
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 
 from deploy import services
-from fastmtp import storage
+from fastmtp import procs, storage
 from fastmtp.config import PublishConfig
 from fastmtp.extract import HEAD_FILE, extract
 from fastmtp.hashing import sha256_all
@@ -43,22 +47,52 @@ from tests.fastmtp.synthetic_models import large_config
 
 ROOT = Path(".bench/publish")
 LAYERS, SHARDS = 22, 8
+MOTO_LAYERS = 6  # moto keeps objects in memory or in temporary files
 _MEGA = 1e6
 _QUIET = Reporter("publish", quiet=True)
 
 
-def run(layers: int = LAYERS) -> dict[str, Metric]:
+def run(layers: int = LAYERS, moto_layers: int = MOTO_LAYERS) -> dict[str, Metric]:
     """Takes about 20 GB of disk at the most: model, checkpoint's head, and four copies in the store."""
-    shutil.rmtree(ROOT, ignore_errors=True)
-    ROOT.mkdir(parents=True)
-    with (
-        services.s3_endpoint(ROOT, key_id="BENCHKEY12345678", secret="bench", buckets=["models"]) as server,
-        _environment({**server.env, "FASTMTP_CACHE_DIR": str(ROOT / "cache")}),
-        contextlib.ExitStack() as stack,
-    ):
-        stack.callback(shutil.rmtree, ROOT, ignore_errors=True)
+    found: dict[str, Metric] = {}
+    for name, endpoint, count in (("rclone", _rclone, layers), ("moto", _moto, moto_layers)):
+        shutil.rmtree(ROOT, ignore_errors=True)
+        ROOT.mkdir(parents=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, ROOT, ignore_errors=True)
+            env = stack.enter_context(endpoint())
+            stack.enter_context(_environment({**env, "FASTMTP_CACHE_DIR": str(ROOT / "cache")}))
+            found |= {f"{name}: {what}": value for what, value in _measure(count).items()}
+    return found
+
+
+@contextlib.contextmanager
+def _rclone() -> Iterator[Mapping[str, str]]:
+    with services.s3_endpoint(ROOT, key_id="BENCHKEY12345678", secret="bench", buckets=["models"]) as server:
         server.wait()
-        return _measure(layers)
+        yield server.env
+
+
+@contextlib.contextmanager
+def _moto() -> Iterator[Mapping[str, str]]:
+    url = f"http://127.0.0.1:{procs.free_port()}"
+    argv = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
+    env = {"AWS_ENDPOINT_URL_S3": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    env |= {"AWS_DEFAULT_REGION": "us-east-1"}
+    with procs.spawn(argv, log=ROOT / "moto.log") as child, _environment(env):
+        procs.wait_until(lambda: _answers(url), child, what="moto", log=ROOT / "moto.log", timeout=60)
+        _client().create_bucket(Bucket="models")
+        yield env
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/moto-api/", timeout=5, trust_env=False).status_code == 200
+    return False
+
+
+def _client() -> Any:
+    return boto3.client("s3", config=Config(s3={"addressing_style": "path"}))
 
 
 def _measure(layers: int) -> dict[str, Metric]:
@@ -72,7 +106,8 @@ def _measure(layers: int) -> dict[str, Metric]:
     # What ours does besides, so that both have proved what is there.
     with _measured("reading back", seconds, sent):
         _compare_all(model)
-    shutil.rmtree(ROOT / "s3/models/loop")
+    for path in model.iterdir():
+        _client().delete_object(Bucket="models", Key=f"loop/{path.name}")
     with _measured("first", seconds, sent):
         digests = sha256_all(sorted(path for path in model.iterdir()))
         files = {path.name: FileEntry(size=path.stat().st_size, sha256=digests[path]) for path in digests}
@@ -88,31 +123,32 @@ def _measure(layers: int) -> dict[str, Metric]:
         if manifest is None or storage.verify(to.uri, manifest) != len(receipt.summary["artifacts"]):
             raise RuntimeError(f"{how}: what was published is not whole")
     touched = (checkpoint / Plan.head_file).stat().st_size / _MEGA
-    return {
-        "stitched, referring: time against upload_file": metric(seconds["refer"], "s", peer=seconds["loop"], goal=0.2),
-        "stitched, copying: time against upload_file": metric(seconds["copy"], "s", peer=seconds["loop"]),
-        "stitched, referring: sent against the touched shard": metric(
-            sent["refer"] / _MEGA, "MB", limit=touched, goal=1.01
-        ),
-        "stitched, copying: sent against the touched shard": metric(
-            sent["copy"] / _MEGA, "MB", limit=touched, goal=1.01
-        ),
-        "first upload: time against upload_file": metric(seconds["first"], "s", peer=seconds["loop"], goal=1.0),
+    loop = seconds["loop"]
+    found = {
+        "first upload: time against upload_file": metric(seconds["first"], "s", peer=loop, goal=1.0),
         "first upload: time against upload_file and reading back": metric(
-            seconds["first"], "s", peer=seconds["loop"] + seconds["reading back"], goal=1.0
+            seconds["first"], "s", peer=loop + seconds["reading back"], goal=1.0
         ),
     }
+    for how, doing in (("copy", "copying"), ("refer", "referring")):
+        found |= {
+            f"stitched, {doing}: time against upload_file": metric(seconds[how], "s", peer=loop, goal=0.2),
+            f"stitched, {doing}: sent against the touched shard": metric(
+                sent[how] / _MEGA, "MB", limit=touched, goal=1.01
+            ),
+        }
+    return found
 
 
 def _upload_files(directory: Path) -> None:
-    client = boto3.client("s3", config=Config(s3={"addressing_style": "path"}))
+    client = _client()
     for path in sorted(directory.iterdir()):
         client.upload_file(str(path), "models", f"loop/{path.name}", Config=TransferConfig())
 
 
 def _compare_all(directory: Path) -> None:
     """What the peer sent against what is here, by sha256. Raises RuntimeError."""
-    client = boto3.client("s3", config=Config(s3={"addressing_style": "path"}))
+    client = _client()
     for path in sorted(directory.iterdir()):
         digest = hashlib.sha256()
         for block in client.get_object(Bucket="models", Key=f"loop/{path.name}")["Body"].iter_chunks(8 << 20):
