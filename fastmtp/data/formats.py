@@ -195,6 +195,11 @@ def time_of(row: object) -> float | None:
     return None
 
 
+def answer_of(row: object) -> Message | None:
+    """The answer that a row records, if it does."""
+    return _answer(_find(row, _RESPONSES, _is_response))
+
+
 def _is_request(value: object) -> bool:
     """Whether this is what a client sends: to chat completions, to the responses API, or messages alone."""
     if isinstance(value, list):

@@ -6,6 +6,7 @@ role, content, name, tool_calls, tool_call_id and reasoning_content are left out
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -26,7 +27,12 @@ class Unusable(ValueError):
 
 
 def messages_of(value: object) -> list[Message]:
-    """A list of messages, in OpenAI's form or ShareGPT's. Raises Unusable."""
+    """Messages in OpenAI's form or ShareGPT's: a list, or a list per field as `datasets` has it. Raises Unusable."""
+    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+        value = [
+            {name: item for name, item in zip(value, row, strict=True) if item is not None}
+            for row in itertools.zip_longest(*value.values())
+        ]
     if not isinstance(value, list) or not value:
         raise Unusable("messages is no list, or empty")
     return [message_of(raw) for raw in value]

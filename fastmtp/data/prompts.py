@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fastmtp.config import DataConfig
+from fastmtp.data.batches import Batches
 from fastmtp.data.conversations import Conversation, Message
 from fastmtp.data.formats import conversation_of
 from fastmtp.data.messages import Unusable
@@ -46,8 +47,9 @@ def read_conversations(
     counts: Counter[str] = Counter() if rejected is None else rejected
     config = source if isinstance(source, DataConfig) else DataConfig(prompts=_several(source))
     window = Window.of(config.since, config.until)
-    found = itertools.chain.from_iterable(_of_source(name, config, window, counts) for name in config.sources)
-    return itertools.islice(found, limit)
+    batches = Batches() if config.responses == "keep" else None
+    found = itertools.chain.from_iterable(_of_source(name, config, window, counts, batches) for name in config.sources)
+    return itertools.islice(found if batches is None else itertools.chain(found, batches.joined()), limit)
 
 
 def first_conversations(
@@ -74,9 +76,9 @@ def look_at(config: DataConfig, source: str) -> str | None:
     Raises:
         DataError: it does not read, or has no usable row.
     """
-    tally, window = _Tally(Counter()), Window.of(config.since, config.until)
-    for count, found in enumerate(_rows(source, config, window, tally), start=1):
-        if found is not None:
+    tally, window, batches = _Tally(Counter()), Window.of(config.since, config.until), Batches()
+    for count, found in enumerate(_rows(source, config, window, tally, batches), start=1):
+        if found is not None or batches:
             return None
         if count == _LOOKED:
             return f"None of the first {count} rows of {source} is usable: {tally.why()}."
@@ -101,26 +103,33 @@ class _Tally:
         return f"{reasons} (the first is {self.first})"
 
 
-def _of_source(source: str, config: DataConfig, window: Window, counts: Counter[str]) -> Iterator[Conversation]:
+def _of_source(
+    source: str, config: DataConfig, window: Window, counts: Counter[str], batches: Batches | None
+) -> Iterator[Conversation]:
     tally, used = _Tally(counts), False
-    for found in _rows(source, config, window, tally):
+    for found in _rows(source, config, window, tally, batches):
         if found is not None:
             used = True
             yield found
-    if not used:
+    if not used and not batches:
         raise _nothing(source, tally, window)
 
 
-def _rows(source: str, config: DataConfig, window: Window, tally: _Tally) -> Iterator[Conversation | None]:
-    """The conversation of each row, or None for one that is counted."""
+def _rows(
+    source: str, config: DataConfig, window: Window, tally: _Tally, batches: Batches | None
+) -> Iterator[Conversation | None]:
+    """The conversation of each row, or None for one that is counted, or waits for its answer."""
     for name, rows in open_source(source, window.since):
         for number, value in rows:
             where = f"{name}:{number}"
             try:
-                yield _conversation(value, config, window, where)
+                one = _conversation(value, config, window, where)
             except Unusable as error:
-                tally.count(str(error), where)
+                answers = batches is not None and batches.answers(value)
+                tally.count("the answer of another row" if answers else str(error), where)
                 yield None
+            else:
+                yield None if batches is not None and batches.waits(value, one) else one
 
 
 def _conversation(value: object, config: DataConfig, window: Window, where: str) -> Conversation:

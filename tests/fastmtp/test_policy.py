@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,13 @@ def test_first_rows_of_every_source_are_read(allowed: Path) -> None:
     looked, unread, same = check_prompts(both, Policy())
     assert "None of the first 2000 rows" in looked and "not looked at" in unread
     assert good in same and "measure" in same
+
+
+def test_a_host_that_reads_no_tables_leaves_them_to_the_worker(allowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (allowed / "t.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (warning,) = check_prompts(job(allowed, data=f"{allowed}/t.parquet"), Policy())
+    assert "t.parquet was not looked at" in warning and "pyarrow" in warning
 
 
 def test_a_summary_has_the_warnings(allowed: Path, tmp_path: Path) -> None:

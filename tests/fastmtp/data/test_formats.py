@@ -36,6 +36,7 @@ def read(row: object, form: str = "auto", **columns: str) -> Conversation:
         {"messages": json.dumps([ASKED, SAID])},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}], "id": 7}, SAID]},
         {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+        {"messages": {"role": ["user", "assistant"], "content": ["2+2?", "4"], "name": [None, None]}},
         {"conversations": [{"role": "user", "content": "2+2?"}, {"from": "GPT", "value": "4"}]},
         {"prompt": "2+2?", "completion": "4"},
         {"prompt": [ASKED], "completion": [SAID]},

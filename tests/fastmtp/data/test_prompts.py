@@ -131,6 +131,38 @@ def test_a_window_of_a_log(tmp_path: Path) -> None:
         list(read_conversations(config.model_copy(update={"prompts": untimed})))
 
 
+def test_answers_of_a_batch_find_their_requests(tmp_path: Path) -> None:
+    """They come in a file of their own, in another order; a name that two batches use tells nothing."""
+    asked = [
+        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/chat/completions",
+         "body": {"model": "m", "messages": [{"role": "user", "content": f"What of {n}?"}]}}
+        for n in range(5)
+    ]  # fmt: skip
+    answered = [
+        {"id": f"b{n}", "custom_id": f"r{n}", "error": None,
+         "response": {"status_code": 200, "body": {"choices": [{"message": {"content": f"{n}."}}]}}}
+        for n in (3, 1, 0)
+    ]  # fmt: skip
+    failed = {"id": "b2", "custom_id": "r2", "response": {"status_code": 500, "body": {"error": {}}}}
+    twice = answered[2]
+    output = lines(tmp_path / "output.jsonl", [*answered, failed, twice])
+    sources = (output, lines(tmp_path / "input.jsonl", asked))
+    for order in (sources, sources[::-1]):
+        rejected: Counter[str] = Counter()
+        config = DataConfig(prompts=order, responses="keep")
+        found = select(read_conversations(config, rejected=rejected), config, rejected)
+        answers = {one.prompt()[0]["content"]: (one.answer() or {})["content"] for one, _ in found}
+        assert answers == {"What of 1?": "1.", "What of 3?": "3."}
+        assert rejected == {"the answer of another row": 4, "no chat request": 1, "no answer was recorded": 3}
+        assert len(found) + rejected.total() == 10
+    assert look_at(config, output) is None
+    rejected = Counter()
+    found = select(read_conversations(sources[1], rejected=rejected), DataConfig(prompts="p"), rejected)
+    assert len(found) == 5 and not rejected
+    with pytest.raises(DataError, match="4 an answer without its request"):
+        list(read_conversations(output))
+
+
 def test_reading_stops_where_it_is_told_to(tmp_path: Path) -> None:
     source = lines(tmp_path / "a.jsonl", [{"text": "a"}, 3, {"text": "a"}, {"text": "b"}, {"text": "c"}])
     rejected: Counter[str] = Counter()
