@@ -34,6 +34,9 @@ class Engine(Protocol):
 
     name: str
 
+    def start(self) -> None:
+        """Load or start what is needed; once, and before the first answer."""
+
     def answer(self, requests: Sequence[Request], on_answer: OnAnswer) -> None:
         """Answer all; `on_answer` hears each as it is finished, in any order, from the calling thread."""
 

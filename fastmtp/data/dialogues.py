@@ -7,6 +7,7 @@ answer that was cut off.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -132,7 +133,7 @@ class Asking:
         self._renderer, self._config, self._journal, self._reporter = renderer, config, journal, reporter
         self._room = states_bytes
         self._states: dict[str, Tensor] = {}
-        self._begun = 0.0
+        self._spent, self._since = 0.0, math.inf
         self._done = self._rows = self._tokens = 0
 
     def run(self, dialogues: Sequence[Dialogue], engine: Engine, on_sized: Callable[[int, int], None]) -> None:
@@ -143,7 +144,6 @@ class Asking:
         """
         total = sum(len(dialogue.places) for dialogue in dialogues)
         self._reporter.phase(f"the verifier answers ({engine.name})", total, "prompts")
-        self._begun = time.monotonic()
         going = [dialogue for dialogue in dialogues if dialogue.places]
         while going:
             asked = [(dialogue, ids) for dialogue, ids in self._rendered(going) if ids]
@@ -159,8 +159,8 @@ class Asking:
             self._advance()
 
     def figures(self) -> dict[str, float]:
-        """Rows and tokens answered by this run, and per second."""
-        seconds = max(time.monotonic() - self._begun, 1e-9)
+        """Rows and tokens answered by this run, and per second of answering; starting an engine is not counted."""
+        seconds = max(self._spent + max(0.0, time.monotonic() - self._since), 1e-9)
         return {
             "rows_answered": self._rows, "answer_rows_per_second": round(self._rows / seconds, 2),
             "answer_tokens_per_second": round(self._tokens / seconds, 1),
@@ -197,7 +197,10 @@ class Asking:
             self._advance()
 
         if requests:
+            engine.start()
+            self._since = time.monotonic()
             engine.answer(requests, keep)
+            self._spent, self._since = self._spent + time.monotonic() - self._since, math.inf
         for row, (dialogue, ids) in zip(rows, asked, strict=True):
             answer = self._journal.known[row]
             message = self._renderer.message_of(answer.token_ids, dialogue.conversation.tools, prompt_ids=ids)

@@ -13,8 +13,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from fastmtp.checkpoint import Checkpoint
 from fastmtp.data.engines.loading import Loader
@@ -29,7 +30,7 @@ IDS = "ids.safetensors"
 _PASS_TOKENS = 8192
 
 
-def write_ids(directory: Path, rows: Sequence[tuple[RowEntry, Sequence[int]]]) -> None:
+def write_ids(directory: Path, verifier: Verifier, rows: Sequence[tuple[RowEntry, Sequence[int]]]) -> None:
     """Write index and ids of rows whose states will be computed in training.
 
     Raises:
@@ -42,7 +43,7 @@ def write_ids(directory: Path, rows: Sequence[tuple[RowEntry, Sequence[int]]]) -
         lines.append(json.dumps(asdict(placed)) + "\n")
         offset += entry.length
     every = torch.tensor([token for _, ids in rows for token in ids], dtype=torch.int32)
-    save_file({"input_ids": every}, directory / IDS)
+    save_file({"input_ids": every}, directory / IDS, metadata=verifier.metadata())
     write_atomic(directory / INDEX, "".join(lines).encode())
 
 
@@ -54,17 +55,19 @@ class OnlineRows:
         tokens: of one forward pass, padding included.
 
     Raises:
-        DataError: the ids do not read, or are not those that the index speaks of.
+        DataError: the ids do not read, are not those that the index speaks of, or another verifier's.
     """
 
     ahead = False
 
-    def __init__(self, directory: Path, loader: Loader, tokens: int = _PASS_TOKENS) -> None:
+    def __init__(self, directory: Path, verifier: Verifier, loader: Loader, tokens: int = _PASS_TOKENS) -> None:
         self.entries: Sequence[RowEntry] = read_index(directory)
         path = directory / IDS
         try:
-            self._ids = load_file(path)["input_ids"]
-        except (OSError, SafetensorError, KeyError) as error:
+            with safe_open(path, framework="pt") as file:
+                self._ids: Tensor = file.get_tensor("input_ids")
+                verifier.require(file.metadata() or {}, path)
+        except (OSError, SafetensorError) as error:
             raise DataError(f"{path} does not read: {error}", mend=AGAIN) from error
         for entry in self.entries:
             if _check(self._ids[entry.offset : entry.offset + entry.length]) != entry.check:
@@ -98,8 +101,9 @@ def open_rows(directory: Path, checkpoint: Checkpoint) -> Rows:
     """
     if not (directory / IDS).is_file():
         return RowStore(directory, Verifier.of(checkpoint))
-    return OnlineRows(directory, Loader(checkpoint.root, directory.parent / f".{directory.name}.offload", "auto"))
+    loader = Loader(checkpoint.root, directory.parent / f".{directory.name}.offload", "auto")
+    return OnlineRows(directory, Verifier.of(checkpoint), loader)
 
 
-def _check(ids: torch.Tensor) -> int:
+def _check(ids: Tensor) -> int:
     return zlib.crc32(memoryview(ids.numpy()))  # type: ignore[arg-type]

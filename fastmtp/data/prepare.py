@@ -111,7 +111,7 @@ class _Preparation:
         rows = self._kept(chosen) if self._config.responses == "keep" else self._answered(chosen)
         self._require_rows(rows)
         if self._config.hidden_states == "online":
-            write_ids(directory, rows)
+            write_ids(directory, self._verifier, rows)
         else:
             self._store(rows, directory)
         entries = [entry for entry, _ in rows]

@@ -46,6 +46,10 @@ class LocalEngine:
         self._load, self._ends, self._pad = load, ends, pad
         self._sampling, self._batch_size, self._capture = sampling, batch_size, capture
 
+    def start(self) -> None:
+        """Load the verifier. Raises DataError where it does not fit."""
+        self._load()
+
     @torch.inference_mode()
     def answer(self, requests: Sequence[Request], on_answer: OnAnswer) -> None:
         """Answer all, longest prompts first: whether they fit into memory is known at once."""

@@ -42,32 +42,42 @@ class ServedEngine:
         self.name = f"vLLM, up to {config.concurrency} at once"
         self._model, self._tokenizer, self._config, self._log, self._started = model, tokenizer, config, log, started
         self._server: Server | None = None
+        self._compared = False
+
+    def start(self) -> None:
+        """Start a server, or find the one that is named.
+
+        Raises:
+            InputError: no vLLM environment, or nothing that serves a model is where the job says.
+            ServingError: vLLM did not start.
+        """
+        config = self._config
+        if self._server is not None:
+            return
+        if config.server:
+            self._server = connect(config.server)
+            return
+        launch = Launch(
+            checkpoint=self._model, max_model_len=config.max_length, concurrency=config.concurrency, dtype="auto",
+            num_speculative_tokens=_DRAFT_TOKENS if config.speculate else None, server_args=config.server_args,
+        )  # fmt: skip
+        self._server = self._started.enter_context(serve(launch, self._log))
 
     def answer(self, requests: Sequence[Request], on_answer: OnAnswer) -> None:
         """Answer all.
 
         Raises:
-            InputError: no vLLM environment, or the server that is named serves something else.
-            ServingError: vLLM did not start, refused a prompt, or died.
+            InputError: the server that is named serves something else.
+            ServingError: vLLM refused a prompt, or died.
         """
-        if self._server is None:
-            self._server = self._find(requests[0])
+        assert self._server is not None
+        if self._config.server and not self._compared:
+            require_same(self._server, self._tokenizer, requests[0].prompt, self._config.max_length)
+            self._compared = True
         self._server.generate(
             requests, self._config.sampling, self._config.concurrency,
             lambda place, answer: on_answer(place, answer, None),
         )  # fmt: skip
-
-    def _find(self, first: Request) -> Server:
-        config = self._config
-        if config.server:
-            server = connect(config.server)
-            require_same(server, self._tokenizer, first.prompt, config.max_length)
-            return server
-        launch = Launch(
-            checkpoint=self._model, max_model_len=config.max_length, concurrency=config.concurrency, dtype="auto",
-            num_speculative_tokens=_DRAFT_TOKENS if config.speculate else None, server_args=config.server_args,
-        )  # fmt: skip
-        return self._started.enter_context(serve(launch, self._log))
 
 
 @contextlib.contextmanager
