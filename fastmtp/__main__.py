@@ -20,6 +20,7 @@ from rich.console import Console
 
 from fastmtp import commands
 from fastmtp.console import AsJson, print_result
+from fastmtp.data.commands import app as data_app
 from fastmtp.errors import FastMTPError, GateRejected, InputError
 from fastmtp.progress import Reporter
 from fastmtp.protocol import STAGES, Measurement, Report, Stage
@@ -230,6 +231,7 @@ def evaluate(
 
 for _command, _example in commands.WITH_EXAMPLES:
     app.command(epilog=f"Example: fastmtp {_example}")(_command)
+app.add_typer(data_app, name="data")
 
 
 @app.command(epilog=JOB_EXAMPLE)

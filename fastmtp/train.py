@@ -17,8 +17,7 @@ from typing import Any
 import fastmtp
 from fastmtp.checkpoint import Checkpoint, open_checkpoint
 from fastmtp.config import TrainConfig
-from fastmtp.data.shards import Verifier
-from fastmtp.data.store import RowStore
+from fastmtp.data.online import open_rows
 from fastmtp.errors import TrainingError
 from fastmtp.extract import fingerprint
 from fastmtp.families.base import text_config
@@ -98,8 +97,8 @@ def _plan(checkpoint: Checkpoint, head: Path, data: Path, config: TrainConfig, t
     if config.tensorboard:
         require_tensorboard()
     device, processes = pick_device(config), count_processes(config)
-    store = RowStore(data, Verifier.of(checkpoint))
-    found = make_plan(store.split("train"), store.split("holdout"), config)
+    rows = open_rows(data, checkpoint)
+    found = make_plan(rows.split("train"), rows.split("holdout"), config)
     files = HeadFiles(checkpoint, head)
     tokens = min(config.micro_tokens, found.step_tokens)
     memory = needs(files.parameters, files.shared, text_config(checkpoint.config), config, processes, tokens)

@@ -19,8 +19,7 @@ from pydantic import BaseModel
 from fastmtp import procs
 from fastmtp.checkpoint import open_checkpoint
 from fastmtp.config import TrainConfig
-from fastmtp.data.shards import Verifier
-from fastmtp.data.store import RowStore
+from fastmtp.data.online import open_rows
 from fastmtp.errors import FastMTPError, InputError, ProcessError, TrainingError
 from fastmtp.progress import Reporter, Tail
 from fastmtp.protocol import Progress
@@ -53,12 +52,12 @@ class Request(BaseModel):
 def run_here(request: Request, reporter: Reporter) -> dict[str, Any]:
     """Take part in training. Returns the stage's summary in the main process, and nothing in others."""
     checkpoint = open_checkpoint(request.model)
-    store = RowStore(request.data, Verifier.of(checkpoint))
-    plan = make_plan(store.split("train"), store.split("holdout"), request.config)
+    rows = open_rows(request.data, checkpoint)
+    plan = make_plan(rows.split("train"), rows.split("holdout"), request.config)
     with World(request.config) as world, held(request.saves) if world.main else nullcontext():
         saves = Saves(request.saves, world)
         files = HeadFiles(checkpoint, request.head)
-        run = Run(files, store, plan, request.config, saves, world, reporter)
+        run = Run(files, rows, plan, request.config, saves, world, reporter)
         return run.train(request.directory)
 
 
