@@ -56,7 +56,10 @@ def conversation_of(value: object, form: str, columns: Mapping[Any, str], where:
     if not isinstance(value, dict):
         raise Unusable("not an object")
     row = _renamed(value, columns) if columns else value
-    messages, tools, time = _FORMS[_told(row) if form == "auto" else form](row)
+    if form == "auto":
+        # Who names a column means that one, whatever else a row has.
+        form = "completion" if "prompt" in columns else _told(row)
+    messages, tools, time = _FORMS[form](row)
     last = messages[-2 if messages[-1]["role"] == "assistant" and len(messages) > 1 else -1]["role"]
     if last not in ("user", "tool", "function"):
         raise Unusable("no user or tool message to answer")
@@ -100,11 +103,8 @@ def _told(row: Row) -> str:
 def _from_messages(row: Row) -> _Parts:
     if "messages" not in row:
         raise Unusable("no messages")
-    return (
-        _with_system(messages_of(_json(row["messages"])), row.get("system")),
-        tools_of(_json(_tools(row))),
-        time_of(row),
-    )
+    messages = _with_system(messages_of(_json(row["messages"])), row.get("system"))
+    return messages, tools_of(_json(_tools(row))), time_of(row)
 
 
 def _from_sharegpt(row: Row) -> _Parts:

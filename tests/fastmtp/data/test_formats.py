@@ -114,6 +114,7 @@ def test_columns_name_what_is_elsewhere() -> None:
         "text": "t",
     }
     assert read(row, prompt="a", completion="b").messages == (ASKED, SAID)
+    assert read({**row, "messages": "no chat"}, prompt="a", completion="b").messages == (ASKED, SAID)
     found = read(row, messages="deep.turns", system="sys", time="at")
     assert found.messages == ({"role": "system", "content": "s"}, ASKED, SAID)
     assert found.time == datetime(2026, 11, 30, tzinfo=UTC).timestamp()
