@@ -13,7 +13,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -162,7 +162,7 @@ class RowWriter:
         for path in (*self._directory.glob(SHARDS), *self._directory.glob(f".{SHARDS}.partial")):
             if path.name not in self._members:
                 path.unlink()
-        lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in self.entries).encode()
+        lines = "".join(json.dumps(vars(entry)) + "\n" for entry in self.entries).encode()
         index = self._directory / INDEX
         if not index.is_file() or index.read_bytes() != lines:
             write_atomic(index, lines)

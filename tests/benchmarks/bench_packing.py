@@ -1,7 +1,7 @@
 """Steps packed from rows as long as GSM8K's against their room, and the time a step waits for rows against its own.
 
 Lengths are log-normal about 200 tokens, between 60 and 600. Rows lie in a store of H=512 on disk, whose pages are
-dropped before each round; a step of 4,096 tokens trains a Qwen3-Next head with 8 experts and V=8,192, K=3. Beside it
+dropped before each round; a step of 2,048 tokens trains a Qwen3-Next head with 8 experts and V=4,096, K=3. Beside it
 is what the same steps wait when nothing is read ahead, and what writing and reading rows takes against plain writing
 and reading of as many bytes.
 """
@@ -29,9 +29,9 @@ from fastmtp.training.world import World
 from tests.benchmarks.measure import Metric, median_seconds, metric
 from tests.benchmarks.steps import Made, Sizes, make, train_step
 
-SIZES = Sizes(4096, 8192)
+SIZES = Sizes(2048, 4096)
 VERIFIER = Verifier("bench", layers=2, hidden_size=SIZES.hidden)
-ROWS, STEPS = 400, 8
+ROWS, STEPS = 400, 6
 
 
 def lengths(count: int) -> list[int]:
@@ -42,7 +42,10 @@ def lengths(count: int) -> list[int]:
 def make_rows() -> list[tuple[RowEntry, list[int]]]:
     chance = random.Random(1)
     return [
-        (RowEntry(str(row), "train", length, length // 2, "stop"), [chance.randrange(8192) for _ in range(length)])
+        (
+            RowEntry(str(row), "train", length, length // 2, "stop"),
+            [chance.randrange(SIZES.vocabulary) for _ in range(length)],
+        )
         for row, length in enumerate(lengths(ROWS))
     ]
 
