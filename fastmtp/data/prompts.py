@@ -6,14 +6,12 @@ Loads no torch: the API looks at the first rows of what a job names.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from fastmtp.config import DataConfig
 from fastmtp.data.batches import Batches
-from fastmtp.data.conversations import Conversation, Message
+from fastmtp.data.conversations import Conversation
 from fastmtp.data.formats import conversation_of
 from fastmtp.data.messages import Unusable
 from fastmtp.data.selection import select
@@ -155,18 +153,3 @@ def _nothing(source: str, tally: _Tally, window: Window) -> DataError:
 
 def _several(source: str | Sequence[str]) -> str | tuple[str, ...]:
     return source if isinstance(source, str) else tuple(source)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One conversation up to the point where the verifier answers."""
-
-    key: str
-    messages: tuple[Message, ...]
-    answer: str | None
-
-
-def read_prompts(source: str, *, limit: int | None = None, rejected: Counter[str] | None = None) -> list[Prompt]:
-    """As `first_conversations`, for callers that have not moved to it yet."""
-    found = first_conversations(source, limit or sys.maxsize, rejected)
-    return [Prompt(one.prompt_key(), one.prompt(), (one.answer() or {}).get("content")) for one in found]
