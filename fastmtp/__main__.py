@@ -210,21 +210,32 @@ def evaluate(
     base: Annotated[str, typer.Option(help="The verifier as it came.")],
     tuned: Annotated[Path, typer.Option(help="Result of stitch.")],
     out: Out,
+    base_url: Annotated[str | None, typer.Option(help="A vLLM server of base that runs already.")] = None,
+    tuned_url: Annotated[str | None, typer.Option(help="A vLLM server of tuned that runs already.")] = None,
+    plain_url: Annotated[str | None, typer.Option(help="One of base that does not speculate.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure acceptance per draft position with vLLM, before and after. Exit code 3 when the gate says no."""
+    """Measure acceptance per draft position with vLLM, before and after. Exit code 3 when the gate says no.
+
+    With URLs nothing is started: give both, and the third one to have greedy answers compared.
+    """
     from fastmtp.config import JobSpec
     from fastmtp.evaluate import evaluate as run_evaluate
+    from fastmtp.evaluation.report import Head
     from fastmtp.pipeline import resolve_model
 
     spec = JobSpec.from_yaml(job)
+    urls = {"base": base_url, "tuned": tuned_url, "plain": plain_url}
+    named = {name: url for name, url in urls.items() if url}
+    if named and not (base_url and tuned_url):
+        raise InputError("With servers of your own both heads need one.", mend="Give --base-url and --tuned-url.")
     with Reporter("evaluate") as reporter:
-        heads = {"base": resolve_model(base, reporter), "tuned": tuned}
-        manifest = run_evaluate(heads, spec.evaluate, spec.gate, out, reporter)
+        heads: dict[Head, Path] = {"base": resolve_model(base, reporter), "tuned": tuned}
+        manifest = run_evaluate(heads, spec.evaluate, spec.gate, out, reporter, urls=named)
     summary = manifest.summary
     _show({name: Measurement.model_validate(summary[name]) for name in heads}, as_json)
     gate = summary["gate"]
-    print_result(manifest.model_dump(mode="json"), as_json, f"gate: {gate['reason']}; plot: {out}/acceptance.png")
+    print_result(manifest.model_dump(mode="json"), as_json, f"gate: {gate['reason']}; see {out}/report.html")
     if not gate["passed"]:
         raise typer.Exit(GateRejected.exit_code)
 

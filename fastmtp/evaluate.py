@@ -1,4 +1,4 @@
-"""Acceptance per draft position under vLLM, verifier as it came against stitched, and whether to publish.
+"""Acceptance per draft position under vLLM, the verifier as it came against the stitched one, and whether to publish.
 
 Every head answers the same prompts on a server of its own, one after the other; the figures are differences of vLLM's
 counters around the answers. A head already published at the destination is measured in the same way, since figures
@@ -7,177 +7,219 @@ taken on other prompts, or by another vLLM, cannot be compared.
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from fastmtp.acceptance import measurement
+import fastmtp
 from fastmtp.checkpoint import open_checkpoint
 from fastmtp.config import EvaluateConfig, GateConfig
-from fastmtp.data.prompts import read_prompts
-from fastmtp.data.tokens import encode_prompts
-from fastmtp.errors import DataError, ServingError
+from fastmtp.evaluation import report as reports
+from fastmtp.evaluation.comparable import require_comparable
+from fastmtp.evaluation.gate import judge
+from fastmtp.evaluation.measure import Measured, Prompts, gain
+from fastmtp.evaluation.promptsets import load_sets, max_model_len
+from fastmtp.evaluation.report import EvaluationReport, Gain, Head, Losslessness, PromptSet, Sweep, Timings
+from fastmtp.evaluation.session import PLAIN, Session
+from fastmtp.evaluation.sweep import draft_cost, sweep
 from fastmtp.extract import fingerprint
-from fastmtp.families.base import text_config
-from fastmtp.plots import plot_acceptance
 from fastmtp.progress import Reporter
-from fastmtp.protocol import Measurement
-from fastmtp.serving import Answer, serve
-from fastmtp.stage import Manifest, digest_of, run_stage
-from fastmtp.table import acceptance_table
-
-REPORT = "evaluation.json"
-TABLE = "acceptance.md"
-PLOT = "acceptance.png"
-_USELESS = 0.05  # below this at position 0 the head was not loaded, or is none
-
-
-@dataclass(frozen=True)
-class _Measured:
-    figures: Measurement
-    answers: list[Answer]
-    seconds: float
-    vllm: str
+from fastmtp.serving import has_gpu
+from fastmtp.stage import Manifest, run_stage
 
 
 def evaluate(
-    heads: Mapping[str, Path],
+    heads: Mapping[Head, Path],
     config: EvaluateConfig,
     gate: GateConfig,
     target: Path,
     reporter: Reporter,
     *,
+    urls: Mapping[str, str] | None = None,
     replace: bool = False,
 ) -> Manifest:
     """Measure checkpoints (`base`, `tuned`, and `incumbent` where one is published) into `target`.
 
     vLLM's logs lie beside the result, in `target` with `-logs` appended to its name: they outlive a failure.
 
+    Args:
+        urls: servers that run already, by head, and `plain` for one without speculation. Then nothing is started.
+
     Raises:
         DataError: no usable prompt.
-        ServingError: vLLM failed, or drafts nothing worth accepting from the verifier as it came.
+        ServingError: vLLM failed, or does not serve what was asked.
     """
-    prompts = read_prompts(config.prompts, limit=config.num_prompts)
+    begun = time.monotonic()
+    sets, warnings = load_sets(heads["base"], config)
     fingerprints = {name: fingerprint(open_checkpoint(path)) for name, path in heads.items()}
-    inputs = fingerprints | {"prompts": digest_of([prompt.key for prompt in prompts])}
-    tokenizer = AutoTokenizer.from_pretrained(heads["base"])
-    encoded = encode_prompts(tokenizer, prompts)
-    # Room for a whole draft after the last token: where vLLM must cut a draft short at its length limit the rates would
-    # sink, and 0.32's CPU kernel for gated delta nets fails.
-    longest = max(len(ids) for ids in encoded) + config.max_tokens + config.num_speculative_tokens + 1
-    limit = text_config(open_checkpoint(heads["base"]).config).get("max_position_embeddings")
-    if limit and longest > limit:
-        raise DataError(
-            f"A prompt and {config.max_tokens} tokens need {longest} positions; the model has {limit}.",
-            mend="Lower evaluate.max_tokens, or leave out the longest prompts.",
-            pointer="/evaluate/max_tokens",
-        )
+    for warning in warnings:
+        reporter.say(f"warning: {warning}")
     logs = target.with_name(f"{target.name}-logs")
+    session = Session(
+        heads, urls or {}, sets, config, logs, max_model_len(sets, config), gate.confidence, reporter
+    )  # fmt: skip
+    session.warnings += warnings
+    asked = {"evaluate": config.model_dump(), "gate": gate.model_dump(), "urls": dict(urls or {})}
     return run_stage(
-        "evaluate", target, config={"evaluate": config.model_dump(), "gate": gate.model_dump()}, inputs=inputs,
+        "evaluate", target, config=asked,
+        inputs=dict(fingerprints) | {f"prompts of {prompts.name}": prompts.digest for prompts in sets},
         reporter=reporter, replace=replace,
-        body=lambda directory: _evaluate(heads, encoded, longest, config, gate, directory, logs, reporter),
+        body=lambda directory: _evaluate(session, fingerprints, gate, directory, reporter, begun),
     )  # fmt: skip
 
 
 def _evaluate(
-    heads: Mapping[str, Path],
-    prompts: list[list[int]],
-    longest: int,
-    config: EvaluateConfig,
+    session: Session,
+    fingerprints: Mapping[Head, str],
     gate: GateConfig,
     directory: Path,
-    logs: Path,
     reporter: Reporter,
+    begun: float,
 ) -> dict[str, Any]:
-    measured = {
-        name: _measure(name, path, prompts, longest, config, logs / f"vllm-{name}.log", reporter)
-        for name, path in heads.items()
-    }
-    figures = {name: found.figures for name, found in measured.items()}
-    same = sum(
-        a.token_ids == b.token_ids for a, b in zip(measured["base"].answers, measured["tuned"].answers, strict=True)
-    )
-    identical = (same, len(prompts)) if config.temperature == 0 else None
-    summary: dict[str, Any] = {name: found.model_dump() for name, found in figures.items()}
-    summary |= {
-        "greedy_identical": identical,
-        "gate": judge(figures, gate),
-        "answer_seconds": {name: round(found.seconds, 2) for name, found in measured.items()},
-        "answer_tokens": {name: sum(len(a.token_ids) for a in found.answers) for name, found in measured.items()},
-        "vllm": measured["base"].vllm,
-        "num_speculative_tokens": config.num_speculative_tokens,
-        "temperature": config.temperature,
-        "prompts": len(prompts),
-    }
-    (directory / REPORT).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    (directory / TABLE).write_text(acceptance_table(figures) + "\n", encoding="utf-8")
-    plot_acceptance(figures, directory / PLOT)
-    return summary
+    config, own = session.config, session.config.num_speculative_tokens
+    for head in session.heads:
+        session.measure(head, own, session.temperatures())
+    compared = _compare(session)
+    sweeps = _sweeps(session)
+    gains = _gains(session, gate)
+    deciding = [found.figures for found in session.found.values() if _decides(found, config)]
+    decision = judge(deciding, [one for one in gains if one.temperature == config.temperatures[0]], compared, gate)
+    report = EvaluationReport(
+        model=str(session.heads["base"]), heads=dict(fingerprints),
+        sets={prompts.name: _described(prompts, config) for prompts in session.sets},
+        confidence=gate.confidence, vllm=deciding[0].vllm, fastmtp=fastmtp.__version__, hardware=_hardware(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"), servers=session.servers,
+        acceptance=_ordered(session), gains=gains, sweeps=sweeps, lossless=compared, gate=decision,
+        warnings=session.warnings, timings=_timings(session, begun),
+    )  # fmt: skip
+    for warning in session.warnings:
+        reporter.say(f"warning: {warning}")
+    reports.write(directory, report)
+    return _summary(report, session)
 
 
-def _measure(
-    name: str,
-    checkpoint: Path,
-    prompts: list[list[int]],
-    longest: int,
-    config: EvaluateConfig,
-    log: Path,
-    reporter: Reporter,
-) -> _Measured:
-    reporter.phase(f"{name}: vLLM starts")
-    with serve(checkpoint, config, max_model_len=longest, log=log) as server:
-        reporter.phase(f"{name}: vLLM answers", len(prompts), "prompts")
-        before, begun = server.counters(), time.monotonic()
-        answers = server.generate(prompts, config, reporter.advance)
-        seconds = time.monotonic() - begun
-        counted = server.counters().since(before)
-        found = measurement(counted.drafts, counted.accepted)
-        vllm = server.version()
-    metrics = {f"acceptance_{place}": rate for place, rate in enumerate(found.acceptance)}
-    metrics |= {"mean_acceptance_length": found.mean_acceptance_length, "drafts": float(found.drafts)}
-    reporter.advance(len(prompts), metrics=metrics, note=f"{name}: length {found.mean_acceptance_length:.3f}")
-    if name == "base" and found.drafts and found.acceptance[0] < _USELESS:
-        raise ServingError(
-            f"vLLM accepts {found.acceptance[0]:.3f} of the first drafts of the verifier as it came: its head was not "
-            f"loaded, or is useless. {_skipped(log)}"
+def _compare(session: Session) -> list[Losslessness]:
+    """Losslessness, where the job asks for it and there is a server for it."""
+    if not session.config.lossless:
+        session.warnings.append("Greedy answers were not compared with those of vLLM without speculation.")
+        return []
+    if not session.can_start(PLAIN):
+        session.warnings.append(
+            "Greedy answers were not compared with those of vLLM without speculation: no plain URL."
         )
-    return _Measured(found, answers, seconds, vllm)
+        return []
+    return session.compare_with_plain(list(session.heads))
 
 
-def _skipped(log: Path) -> str:
-    """What vLLM's log says of parameters it skipped or did not find."""
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        if "mtp" in line and any(word in line.lower() for word in ("skip", "not found", "unexpected", "missing")):
-            return f"Its log: {line.strip()[:300]}"
-    return f"See {os.fspath(log)}."
+def _sweeps(session: Session) -> list[Sweep]:
+    """Measure the further K of the job, and find the best for each head and set."""
+    config = session.config
+    others = [k for k in dict.fromkeys(config.sweep) if k != config.num_speculative_tokens]
+    if not others:
+        return []
+    swept: list[Head] = [head for head in session.heads if head != "incumbent" and session.can_start(head)]
+    for head in swept:
+        for k in others:
+            session.measure(head, k, config.temperatures[:1])
+    found = []
+    for head in swept:
+        cost = draft_cost(open_checkpoint(session.heads[head]))
+        for prompts in session.sets:
+            keys = [(head, prompts.name, config.temperatures[0], k) for k in (config.num_speculative_tokens, *others)]
+            figures = [session.found[key].figures for key in keys]
+            found.append(sweep(figures, cost, measured=config.speed is not None))
+    return found
 
 
-def judge(figures: Mapping[str, Measurement], gate: GateConfig) -> dict[str, Any]:
-    """Whether `tuned` is better enough than `base` and any `incumbent`: {"passed": bool, "reason": str}."""
-    few = {name: found.drafts for name, found in figures.items() if found.drafts < gate.min_drafts}
-    if few:
-        name, drafts = next(iter(few.items()))
-        return {
-            "passed": False,
-            "reason": f"inconclusive: {drafts} drafts of {name}, fewer than {gate.min_drafts}: evaluate more prompts",
-        }
-    tuned = figures["tuned"].mean_acceptance_length
-    for name in ("incumbent", "base"):
-        if name in figures:
-            gain = tuned - figures[name].mean_acceptance_length
-            if gain < gate.min_gain:
-                what = "what is published" if name == "incumbent" else "the verifier as it came"
-                return {
-                    "passed": False,
-                    "reason": f"no better than {what}: mean acceptance length {tuned:.3f} against "
-                    f"{figures[name].mean_acceptance_length:.3f}, a gain of {gate.min_gain} is asked for",
-                }
-    gain = tuned - figures["base"].mean_acceptance_length
-    return {"passed": True, "reason": f"mean acceptance length grew by {gain:.3f} to {tuned:.3f}"}
+def _gains(session: Session, gate: GateConfig) -> list[Gain]:
+    """Of `tuned` over every other head, for each set, temperature and K that both were measured with."""
+    gains = []
+    for (head, name, temperature, k), after in session.found.items():
+        if head != "tuned":
+            continue
+        for other in session.heads:
+            before = session.found.get((other, name, temperature, k))
+            if other != "tuned" and before is not None:
+                require_comparable(after.figures, before.figures)
+                gains.append(gain(after, before, gate.confidence))
+    # The gate decides on the job's own K; what the sweep adds is for people.
+    own = session.config.num_speculative_tokens
+    return sorted(gains, key=lambda one: one.num_speculative_tokens != own)
+
+
+def _decides(found: Measured, config: EvaluateConfig) -> bool:
+    """Whether the gate decides on these figures."""
+    figures = found.figures
+    return (figures.temperature, figures.num_speculative_tokens) == (
+        config.temperatures[0], config.num_speculative_tokens,
+    )  # fmt: skip
+
+
+def _ordered(session: Session) -> list[reports.Acceptance]:
+    """All figures, those that the gate decides on first."""
+    found = sorted(session.found.values(), key=lambda one: not _decides(one, session.config))
+    return [one.figures for one in found]
+
+
+def _described(prompts: Prompts, config: EvaluateConfig) -> PromptSet:
+    tokens = sum(len(ids) for ids in prompts.ids)
+    return PromptSet(
+        source=prompts.source,
+        digest=prompts.digest,
+        prompts=len(prompts.ids),
+        prompt_tokens=tokens,
+        warmup=config.warmup,
+    )
+
+
+def _timings(session: Session, begun: float) -> Timings:
+    total = time.monotonic() - begun
+    return Timings(total=total, rest=total - sum(session.seconds.values()), **session.seconds)
+
+
+def _hardware() -> str:
+    if not has_gpu():
+        return f"{os.cpu_count()} CPU cores"
+    import torch
+
+    count = torch.cuda.device_count()
+    return f"{count} x {torch.cuda.get_device_name(0)}" if count else "a GPU that torch does not see"
+
+
+def _summary(report: EvaluationReport, session: Session) -> dict[str, Any]:
+    """What the manifest says, and with it pipeline, flows and API."""
+    config = session.config
+    summary: dict[str, Any] = {}
+    for head in session.heads:
+        figures = report.first(head)
+        assert figures
+        summary[head] = figures.measurement().model_dump()
+    return summary | {
+        "gate": report.gate.model_dump(),
+        "greedy_identical": _same_answers(session),
+        "vllm": report.vllm,
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "temperature": config.temperatures[0],
+        "draft_sampling": config.draft_sampling,
+        "prefix_caching": config.prefix_caching,
+        "prompts": sum(len(prompts.ids) for prompts in session.sets),
+        "warnings": report.warnings,
+    }
+
+
+def _same_answers(session: Session) -> tuple[int, int] | None:
+    """Greedy answers of the tuned head that are those of the base, of how many; none unless some were greedy."""
+    k = session.config.num_speculative_tokens
+    same, total = 0, 0
+    for prompts in session.sets:
+        one, other = (session.found.get((head, prompts.name, 0.0, k)) for head in ("base", "tuned"))
+        if one is None or other is None:
+            continue
+        pairs: Sequence[bool] = [
+            a.token_ids == b.token_ids for a, b in zip(one.answers, other.answers, strict=True)
+        ]  # fmt: skip
+        same, total = same + sum(pairs), total + len(pairs)
+    return (same, total) if total else None

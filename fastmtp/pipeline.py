@@ -242,13 +242,15 @@ def _stitch(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, An
 
 def _evaluate(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
     from fastmtp.evaluate import evaluate
+    from fastmtp.evaluation.report import Head
 
     model = resolve_model(spec.model, reporter)
-    heads = {"base": model, "tuned": workdir.checkpoint}
+    heads: dict[Head, Path] = {"base": model, "tuned": workdir.checkpoint}
     if spec.publish:
         allow = _allowed_beside(spec.publish.uri)
         found = fetch_incumbent(spec.publish.uri, model, workdir.incumbent, reporter, allow)
-        heads |= {"incumbent": workdir.incumbent} if found else {}
+        if found:
+            heads["incumbent"] = workdir.incumbent
     return _dump(evaluate(heads, spec.evaluate, spec.gate, workdir.evaluation, reporter, replace=True))
 
 

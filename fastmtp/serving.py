@@ -7,6 +7,7 @@ tokens or a cache that was to be off would make it a figure of something else.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -22,7 +23,7 @@ from fastmtp.servers import logs
 from fastmtp.servers.client import Answer, Counters, Request, Server
 from fastmtp.servers.launching import SERVED_NAME, Launch, has_gpu, server_environment, vllm_python
 
-__all__ = ["Answer", "Counters", "Launch", "Request", "Server", "connect", "serve", "vllm_python"]
+__all__ = ["Answer", "Counters", "Launch", "Request", "Server", "connect", "has_gpu", "serve", "vllm_python"]
 
 START_SECONDS = 1800.0  # large checkpoints load slowly; a server that dies is noticed at once
 _PORTS_TRIED = 2
@@ -40,27 +41,27 @@ def serve(launch: Launch, log: Path, *, port: int | None = None) -> Iterator[Ser
         InputError: no vLLM environment.
         ServingError: it died, did not come up, or runs with something else than it was started with.
     """
-    for _ in range(_PORTS_TRIED if port is None else 1):
+    for left in reversed(range(_PORTS_TRIED if port is None else 1)):
         chosen = port or procs.free_port()
+        url = f"http://127.0.0.1:{chosen}"
         command = launch.command(vllm_python(), chosen, gpu=has_gpu())
         log.unlink(missing_ok=True)
         begun = time.monotonic()
         with procs.spawn(command, log=log, run_id=os.environ.get(procs.MARKER), env=server_environment()) as child:
-            url = f"http://127.0.0.1:{chosen}"
             try:
                 ready = functools.partial(_serves, url, launch.checkpoint)
                 procs.wait_until(ready, child, what="vLLM", log=log, timeout=START_SECONDS)
             except ProcessError as error:
-                if port is None and "Address already in use" in procs.tail(log, lines=600):
+                if left and "Address already in use" in procs.tail(log, lines=600):
                     continue
                 status = "" if error.returncode is None else f" (status {error.returncode})"
                 raise ServingError(f"vLLM did not start{status}: {logs.explained(log)}") from error
             found = logs.effective(log.read_text("utf-8", "replace"))
-            server = Server(url, SERVED_NAME, log, tuple(command), found, time.monotonic() - begun)
+            seconds, seeds = time.monotonic() - begun, has_gpu() or not launch.num_speculative_tokens
+            server = Server(url, SERVED_NAME, log, tuple(command), found, seconds, seeds)
             _require_as_asked(launch, server)
             yield server
             return
-    raise ServingError(f"vLLM did not start: {logs.explained(log)}")
 
 
 def connect(url: str) -> Server:
@@ -69,13 +70,22 @@ def connect(url: str) -> Server:
     try:
         reply = httpx.get(f"{base}/v1/models", timeout=30, trust_env=False)
         reply.raise_for_status()
-        models = reply.json()["data"]
-        return Server(base, str(models[0]["id"]))
+        name = str(reply.json()["data"][0]["id"])
+        # Only a server in development mode shows its configuration.
+        shown = httpx.get(f"{base}/server_info", timeout=30, trust_env=False)
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise InputError(
             f"{url} is no vLLM server that answers ({error!r}).",
             mend="Give the URL of a running one: http://HOST:PORT.",
         ) from error
+    server = Server(base, name)
+    version = server.version()
+    if shown.status_code == 200:
+        return dataclasses.replace(server, effective=logs.of_config(version, str(shown.json().get("vllm_config"))))
+    # Each draft position has a counter from the start.
+    tokens = len(server.counters().accepted) if server.speculates() else 0
+    method = None if tokens else "none"
+    return dataclasses.replace(server, effective=logs.Effective(version, method, tokens))
 
 
 def _serves(url: str, checkpoint: Path) -> bool:

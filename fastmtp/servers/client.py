@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fastmtp.servers import logs
 from fastmtp.servers.logs import Effective
 
 _ANSWER_SECONDS = 3600.0  # one answer, queueing included
+_SETTLE_SECONDS = 3.0
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _TOP = 20  # most log-probabilities that vLLM gives unless it is told otherwise
@@ -71,6 +73,7 @@ class Server:
         command: its command line, where it is ours.
         effective: what it says it runs with.
         start_seconds: from its start until it answered; 0 where it ran already.
+        seeds: requests may carry seeds of their own. On a CPU, vLLM 0.32 dies of them when it speculates.
     """
 
     url: str
@@ -79,21 +82,39 @@ class Server:
     command: tuple[str, ...] = ()
     effective: Effective = field(default_factory=Effective)
     start_seconds: float = 0.0
+    seeds: bool = True
 
     def counters(self) -> Counters:
         """Read /metrics. Raises ServingError when the server does not count drafts: it does not speculate."""
-        drafts, accepted, seen = 0, dict[int, int](), False
+        found = self._counted()
+        if found is None:
+            raise ServingError(f"vLLM at {self.url} counts no drafts, so it does not speculate.{self._see()}")
+        return found
+
+    def speculates(self) -> bool:
+        """Whether it counts drafts."""
+        return self._counted() is not None
+
+    def _counted(self) -> Counters | None:
+        drafts, accepted = None, dict[int, int]()
         for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
                 # The `_created` lines beside each counter are time stamps.
                 if sample.name == f"{_DRAFTS}_total":
-                    drafts, seen = drafts + int(sample.value), True
+                    drafts = (drafts or 0) + int(sample.value)
                 elif sample.name == f"{_ACCEPTED}_total":
                     position = int(sample.labels["position"])
                     accepted[position] = accepted.get(position, 0) + int(sample.value)
-        if not seen:
-            raise ServingError(f"vLLM at {self.url} counts no drafts, so it does not speculate.{self._see()}")
+        if drafts is None:
+            return None
         return Counters(drafts, tuple(accepted.get(position, 0) for position in range(max(accepted, default=-1) + 1)))
+
+    def settled(self, drafts: int) -> Counters:
+        """`counters`, once they show at least `drafts`: vLLM counts a step after it has sent the step's tokens."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while (found := self.counters()).drafts < drafts and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
 
     def version(self) -> str:
         """vLLM's version."""
@@ -121,23 +142,35 @@ class Server:
         Raises:
             ServingError: the server refused a request or died.
         """
-        answers: list[Answer | None] = [None] * len(requests)
+        return asyncio.run(self._all(requests, sampling, concurrency, on_answer))
+
+    async def _all(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        concurrency: int,
+        on_answer: Callable[[int, Answer], None],
+    ) -> list[Answer]:
+        """Answer all; the first failure, or a signal, ends every request that is on its way at once."""
+        answers: dict[int, Answer] = {}
+        waiting = iter(enumerate(requests))
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        with (
-            httpx.Client(base_url=self.url, timeout=_ANSWER_SECONDS, limits=limits, trust_env=False) as client,
-            ThreadPoolExecutor(concurrency) as pool,
-        ):
-            jobs = {pool.submit(self._one, client, request, sampling): n for n, request in enumerate(requests)}
+        async with httpx.AsyncClient(
+            base_url=self.url, timeout=_ANSWER_SECONDS, limits=limits, trust_env=False
+        ) as client:
+
+            async def work(waiting: Iterator[tuple[int, Request]]) -> None:
+                for place, request in waiting:
+                    answers[place] = await self._one(client, request, sampling)
+                    on_answer(place, answers[place])
+
+            workers = [asyncio.create_task(work(waiting)) for _ in range(min(concurrency, len(requests)))]
             try:
-                for job in as_completed(jobs):
-                    answer = answers[jobs[job]] = job.result()
-                    on_answer(jobs[job], answer)
-            except BaseException:
-                # Requests on their way end with the client, or a server that died would keep us waiting.
-                pool.shutdown(wait=False, cancel_futures=True)
-                client.close()
-                raise
-        return [answer for answer in answers if answer is not None]
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+        return [answers[place] for place in range(len(requests))]
 
     def margin(self, prompt: Sequence[int], first: int, second: int) -> float | None:
         """How much larger the logit of token `first` is than that of `second` after `prompt`.
@@ -148,8 +181,7 @@ class Server:
             "prompt": list(prompt), "max_tokens": 1, "temperature": 0.0, "logprobs": _TOP,
             "return_tokens_as_token_ids": True, "add_special_tokens": False,
         }  # fmt: skip
-        with httpx.Client(base_url=self.url, timeout=_ANSWER_SECONDS, trust_env=False) as client:
-            choice = self._post(client, body)["choices"][0]
+        choice = asyncio.run(self._alone(body))["choices"][0]
         found = {int(name.rpartition(":")[2]): value for name, value in choice["logprobs"]["top_logprobs"][0].items()}
         if first not in found and second not in found:
             return None
@@ -165,28 +197,33 @@ class Server:
             raise ServingError(f"vLLM at {self.url} does not answer {path}: {error!r}.{self._see()}") from error
         return reply.text
 
-    def _one(self, client: httpx.Client, request: Request, sampling: SamplingConfig) -> Answer:
+    async def _alone(self, body: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
+        async with httpx.AsyncClient(base_url=self.url, timeout=_ANSWER_SECONDS, trust_env=False) as client:
+            return await self._post(client, body)
+
+    async def _one(self, client: httpx.AsyncClient, request: Request, sampling: SamplingConfig) -> Answer:
         body = {
-            "prompt": list(request.prompt), "max_tokens": request.max_tokens, "seed": request.seed,
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "return_token_ids": True, "add_special_tokens": False,
+            "prompt": list(request.prompt), "max_tokens": request.max_tokens, "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "top_k": sampling.top_k, "return_token_ids": True, "add_special_tokens": False,
         }  # fmt: skip
-        reply = self._post(client, body)
+        if self.seeds and sampling.temperature > 0:
+            body["seed"] = request.seed
+        reply = await self._post(client, body)
         choice = reply["choices"][0]
         if choice.get("token_ids") is None:
             raise ServingError(f"vLLM at {self.url} gives no token ids; it must be 0.11 or newer.")
         found = ((reply.get("metrics") or {}).get("speculative_decoding") or {}).get("acceptance_histogram")
         return Answer(tuple(choice["token_ids"]), choice["finish_reason"], tuple(found) if found else None)
 
-    def _post(self, client: httpx.Client, body: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
+    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
         try:
-            reply = client.post("/v1/completions", json={"model": self.model, **body})
+            reply = await client.post("/v1/completions", json={"model": self.model, **body})
             reply.raise_for_status()
         except httpx.HTTPStatusError as error:
             if error.response.status_code >= 500:
                 raise ServingError(f"vLLM failed while it answered.{self._see()}") from error
             raise ServingError(f"vLLM refused a prompt: {error.response.text[:300]}") from error
-        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: our own client was closed meanwhile
+        except httpx.HTTPError as error:
             raise ServingError(f"vLLM stopped answering ({error!r}).{self._see()}") from error
         return reply.json()
 

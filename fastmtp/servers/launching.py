@@ -113,6 +113,8 @@ def server_environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        # Its processes name themselves; without this that overwrites the environment by which strays are found.
+        "SPT_NOENV": "1",
         # Ours would put our packages into its interpreter.
         "PYTHONPATH": "",
     }

@@ -55,11 +55,14 @@ class Effective(NamedTuple):
 def effective(text: str) -> Effective:
     """What an engine was started with, from its own line about it."""
     line = _ENGINE.search(text)
-    if line is None:
-        return Effective()
-    speculation, caching = _SPECULATION.search(line["config"]), _CACHING.search(line["config"])
+    return of_config(line["version"], line["config"]) if line else Effective()
+
+
+def of_config(version: str, config: str) -> Effective:
+    """The same from vLLM's configuration as it prints it."""
+    speculation, caching = _SPECULATION.search(config), _CACHING.search(config)
     return Effective(
-        line["version"],
+        version,
         speculation["method"] if speculation else "none",
         int(speculation["k"]) if speculation else 0,
         caching[1] == "True" if caching else None,
