@@ -131,11 +131,12 @@ def prepare(job: JobFile, out: Out, as_json: AsJson = False) -> None:
     """Let the verifier answer the job's prompts, and store its hidden states."""
     from fastmtp.config import JobSpec
     from fastmtp.data.prepare import prepare as run_prepare
-    from fastmtp.pipeline import resolve_model
+    from fastmtp.pipeline import measured_on, resolve_model
 
     spec = JobSpec.from_yaml(job)
     with Reporter("prepare") as reporter:
-        manifest = run_prepare(resolve_model(spec.model, reporter), spec.data, out, reporter)
+        model = resolve_model(spec.model, reporter)
+        manifest = run_prepare(model, spec.data, out, reporter, evaluated=measured_on(spec))
     summary = manifest.summary
     text = f"{out}: {summary['rows']} of {summary['rows_in']} rows, {summary['tokens_supervised']} supervised tokens"
     print_result(manifest.model_dump(mode="json"), as_json, text)

@@ -224,7 +224,15 @@ def _extract(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, A
 def _prepare(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:
     from fastmtp.data.prepare import prepare
 
-    return _dump(prepare(resolve_model(spec.model, reporter), spec.data, workdir.data, reporter, replace=True))
+    model = resolve_model(spec.model, reporter)
+    return _dump(prepare(model, spec.data, workdir.data, reporter, evaluated=measured_on(spec), replace=True))
+
+
+def measured_on(spec: JobSpec) -> frozenset[str]:
+    """Roots of the conversations that the job's evaluation asks, which must not be trained on."""
+    from fastmtp.data.prompts import roots_of
+
+    return roots_of(spec.evaluate.sets.values(), spec.evaluate.num_prompts)
 
 
 def _train(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:

@@ -63,7 +63,7 @@ _SERVER_ARGS = (
 ServerArgs = Annotated[tuple[str, ...], AfterValidator(_sizes_only)]
 Sources = str | Annotated[tuple[str, ...], Field(min_length=1)]
 # Our names of what a row may hold -> the user's.
-Column = Literal["messages", "prompt", "completion", "system", "tools", "id", "time"]
+Column = Literal["messages", "prompt", "completion", "system", "tools", "time"]
 # A date, a time with or without zone, or a length of time before now.
 WINDOW = r"^(\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?(Z|[+-]\d\d:?\d\d)?)?|\d+[hdw])$"
 SetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,39}$")]
