@@ -152,9 +152,9 @@ def _samples(directory: Path, entries: Sequence[RowEntry], model: str | Path | N
     order = sorted(range(len(entries)), key=lambda place: entries[place].length)
     tokenizer = None
     if model is not None:
-        from transformers import AutoTokenizer
+        from fastmtp.data.rendering import load_tokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = load_tokenizer(model)
     for place in dict.fromkeys((order[0], order[len(order) // 2], order[-1])):
         entry = entries[place]
         ids = _ids(directory, entry)

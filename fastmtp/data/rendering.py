@@ -41,14 +41,19 @@ class Rendered:
     Attributes:
         ids: its tokens.
         spans: the assistant's own tokens, with those that end its turns.
-        turn: place of the last supervised message in the conversation.
+        turns: place in the conversation of each span's message.
         finish: stop, or length when the row was cut inside its last answer.
     """
 
     ids: list[int]
     spans: tuple[Span, ...]
-    turn: int
+    turns: tuple[int, ...]
     finish: str = "stop"
+
+    @property
+    def turn(self) -> int:
+        """Place of the last supervised message."""
+        return self.turns[-1]
 
     @property
     def mask(self) -> list[bool]:
@@ -98,7 +103,7 @@ class Renderer:
         file = model / "generation_config.json"
         found = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
         ends = found if isinstance(found, list) else [] if found is None else [found]
-        return cls(AutoTokenizer.from_pretrained(model), template_args, ends=ends)
+        return cls(load_tokenizer(model), template_args, ends=ends)
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Tokens up to where the assistant begins, the generation prompt included. Raises Rejected."""
@@ -229,7 +234,7 @@ class Renderer:
             if spans and spans[-1][1] > len(before):  # nothing ended the turn before
                 return None
             spans.append(span)
-        return Rendered(row[: spans[-1][1]], tuple(spans), last.place)
+        return Rendered(row[: spans[-1][1]], tuple(spans), tuple(turn.place for turn in turns))
 
     def _row_of_turn(self, turn: _Turn, ids: Mapping[str, list[int]]) -> Rendered:
         before, row = ids[turn.before], ids[turn.whole]
@@ -238,7 +243,19 @@ class Renderer:
         span = answer_span(row, len(before), self.ends) or (len(before), len(row))
         if span[0] == span[1]:
             raise Rejected("empty answer")
-        return Rendered(row[: span[1]], (span,), turn.place)
+        return Rendered(row[: span[1]], (span,), (turn.place,))
+
+
+def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    """That of a checkpoint directory or hub id. Raises DataError when there is none that loads."""
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # transformers and tokenizers raise anything
+        said = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{model} has no tokenizer that loads: {said}", mend="Add tokenizer.json and tokenizer_config.json."
+        ) from error
+    return found
 
 
 def _unstable(why: str) -> Rejected:
@@ -256,7 +273,7 @@ def _shortened(row: Rendered, max_length: int | None) -> Rendered:
     # The row ends with its last answer: prompt tokens after it would be computed for nothing.
     end = spans[-1][1] if spans else 0
     whole = spans == row.spans[: len(spans)]
-    return Rendered(row.ids[:end], spans, row.turn, "stop" if whole else "length")
+    return Rendered(row.ids[:end], spans, row.turns[: len(spans)], "stop" if whole else "length")
 
 
 def _for_template(message: Message) -> Message:

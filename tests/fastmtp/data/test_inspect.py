@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from fastmtp.__main__ import app
 from fastmtp.data.commands import sample_text
 from fastmtp.data.inspect import inspect_data
+from fastmtp.data.online import write_ids
 from fastmtp.data.shards import Verifier
 from fastmtp.data.store import RowEntry, RowWriter
 from fastmtp.errors import DataError, InputError
@@ -95,6 +96,19 @@ def test_without_a_model_the_rows_are_ids(job: Path) -> None:
     found = json.loads(inspect("runs/job/data", "--json"))
     assert [len(sample["token_ids"]) for sample in found["samples"]] == [26, 46, 94]
     assert "needs a tokenizer: give --model" in inspect("runs/job/data")
+
+
+def test_rows_without_states_are_shown_too(job: Path) -> None:
+    data = job.parent / "runs/job/data"
+    ids = json.loads(inspect("runs/job/data", "--json"))["samples"][0]["token_ids"]
+    entry = RowEntry("key", "train", len(ids), 20, "stop")
+    write_ids(data, VERIFIER, [(entry, ids)])
+    (sample,) = json.loads(inspect("runs/job/data", "--json"))["samples"]
+    assert sample["token_ids"] == ids
+
+
+def test_help_shows_an_example() -> None:
+    assert "Example: fastmtp data inspect job.yaml" in inspect("--help")
 
 
 def test_the_model_of_a_working_directory_is_known(job: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -43,7 +45,7 @@ def test_a_mask_made_by_hand() -> None:
     (row,) = renderer(PLAIN).answered_rows(TWO, "all")
     opened, asked = 1 + len("assistant\n"), 1 + len("user\na") + 1 + len("\n")
     assert row.mask == [False] * (asked + opened) + [True] * 2 + [False] * (1 + asked + opened) + [True] * 2
-    assert (row.turn, row.finish) == (3, "stop")
+    assert (row.turns, row.turn, row.finish) == ((1, 3), 3, "stop")
 
 
 def test_turns_that_only_grow_are_one_row() -> None:
@@ -115,7 +117,7 @@ def test_a_cut_answer_keeps_its_tokens() -> None:
     begin, end = row.spans[0]
     for length, own, finish in ((begin + 3, "bcd", "length"), (end + 4, "bcdef<|im_end|>", "stop")):
         (shorter,) = made.answered_rows(long, "all", length)
-        assert len(shorter.ids) == min(length, end) and shorter.finish == finish
+        assert len(shorter.ids) == min(length, end) and (shorter.turns, shorter.finish) == ((1,), finish)
         assert marked(made, shorter).endswith(f"[[{own}]]")
     with pytest.raises(Rejected) as caught:
         made.answered_rows(long, "all", begin)
@@ -139,6 +141,18 @@ def test_what_cannot_be_rendered_is_rejected_and_the_others_are_not() -> None:
 def test_a_model_without_a_template_is_refused() -> None:
     with pytest.raises(DataError, match="has no chat template"):
         Renderer(tokenizer(""))
+
+
+def test_a_model_is_read_with_all_that_ends_its_answers(tmp_path: Path) -> None:
+    """Case D1: the tokenizer's own token alone would miss the end of a turn that another one ends."""
+    with pytest.raises(DataError, match="has no tokenizer that loads"):
+        Renderer.of(tmp_path)
+    tokenizer(PLAIN).save_pretrained(tmp_path)
+    first = Renderer.of(tmp_path).ends
+    other = tokenizer(PLAIN).convert_tokens_to_ids("<|endoftext|>")
+    for eos in (other, [other, *first]):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        assert Renderer.of(tmp_path).ends == first | {other}
 
 
 _WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>|", exclude_categories=["Cs"]), min_size=1)

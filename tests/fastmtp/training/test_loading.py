@@ -9,12 +9,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from fastmtp.acceptance import Walk
 from fastmtp.config import TrainConfig
 from fastmtp.data.rows import PackedRows
 from fastmtp.data.store import Row, RowEntry
 from fastmtp.errors import IntegrityError
+from fastmtp.training.engine import Engine
 from fastmtp.training.loading import Loader
+from fastmtp.training.objective import Objective
+from fastmtp.training.stopping import StopSignals
 from fastmtp.training.world import World
+from tests.fastmtp.fixtures import SIZES, random_head
 
 STEPS = [[RowEntry(f"{step}-{row}", "train", 4 + row, 2, "stop") for row in range(5)] for step in range(4)]
 
@@ -93,3 +98,25 @@ def test_a_row_that_does_not_read_stops_the_step_that_it_belongs_to() -> None:
         made.take(0)
         with pytest.raises(IntegrityError, match="1-2 is broken"):
             made.take(1)
+
+
+def test_an_estimate_walks_every_answer_of_a_row() -> None:
+    """Two answers in one row: decoding begins anew before each, and ends with it."""
+    entry = RowEntry("0-0", "holdout", 16, 3, "stop", spans=((3, 8), (11, 16)))
+    ids, mask = torch.arange(16) % 5, torch.tensor([3 <= place < 8 or place >= 11 for place in range(16)])
+
+    class OneRow(SlowRows):
+        def row(self, entry: RowEntry) -> Row:
+            return ids, states, mask
+
+    head = random_head("qwen3.5")
+    states, embedding, output = (torch.randn(count, SIZES["hidden_size"]) for count in (16, 5, 5))
+    config, world = TrainConfig(device="cpu"), World(TrainConfig(device="cpu"))
+    objective = Objective(head, embedding, output, config)
+    with Loader(OneRow(ahead=False), [], world, budget=100) as made:
+        found = Engine(objective, made, config, world, StopSignals()).estimate([entry])
+        _, hits = objective(made.pack([entry]))
+    walk = Walk(config.num_steps)
+    for begin, end in entry.answers:
+        walk.add(hits.tolist(), begin - 1, end)
+    assert found == walk.measurement() and found.drafts >= 4
