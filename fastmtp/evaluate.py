@@ -17,14 +17,14 @@ from typing import Any
 import fastmtp
 from fastmtp.checkpoint import open_checkpoint
 from fastmtp.config import EvaluateConfig, GateConfig
+from fastmtp.evaluation import further
 from fastmtp.evaluation import report as reports
 from fastmtp.evaluation.comparable import require_comparable
 from fastmtp.evaluation.gate import judge
 from fastmtp.evaluation.measure import Measured, Prompts, gain
 from fastmtp.evaluation.promptsets import load_sets, max_model_len
-from fastmtp.evaluation.report import EvaluationReport, Gain, Head, Losslessness, PromptSet, Sweep, Timings
-from fastmtp.evaluation.session import PLAIN, Session
-from fastmtp.evaluation.sweep import draft_cost, sweep
+from fastmtp.evaluation.report import EvaluationReport, Gain, Head, PromptSet, Timings
+from fastmtp.evaluation.session import Session
 from fastmtp.extract import fingerprint
 from fastmtp.progress import Reporter
 from fastmtp.serving import has_gpu
@@ -82,8 +82,9 @@ def _evaluate(
     config, own = session.config, session.config.num_speculative_tokens
     for head in session.heads:
         session.measure(head, own, session.temperatures())
-    compared = _compare(session)
-    sweeps = _sweeps(session)
+    compared = further.losslessness(session)
+    walked = further.cross_check(session, reporter)
+    sweeps = further.sweeps(session, walked)
     gains = _gains(session, gate)
     deciding = [found.figures for found in session.found.values() if _decides(found, config)]
     decision = judge(deciding, [one for one in gains if one.temperature == config.temperatures[0]], compared, gate)
@@ -92,46 +93,14 @@ def _evaluate(
         sets={prompts.name: _described(prompts, config) for prompts in session.sets},
         confidence=gate.confidence, vllm=deciding[0].vllm, fastmtp=fastmtp.__version__, hardware=_hardware(),
         created=datetime.now(UTC).isoformat(timespec="seconds"), servers=session.servers,
-        acceptance=_ordered(session), gains=gains, sweeps=sweeps, lossless=compared, gate=decision,
+        acceptance=_ordered(session), gains=gains, sweeps=sweeps, lossless=compared, reference=walked,
+        gate=decision,
         warnings=session.warnings, timings=_timings(session, begun),
     )  # fmt: skip
     for warning in session.warnings:
         reporter.say(f"warning: {warning}")
     reports.write(directory, report)
     return _summary(report, session)
-
-
-def _compare(session: Session) -> list[Losslessness]:
-    """Losslessness, where the job asks for it and there is a server for it."""
-    if not session.config.lossless:
-        session.warnings.append("Greedy answers were not compared with those of vLLM without speculation.")
-        return []
-    if not session.can_start(PLAIN):
-        session.warnings.append(
-            "Greedy answers were not compared with those of vLLM without speculation: no plain URL."
-        )
-        return []
-    return session.compare_with_plain(list(session.heads))
-
-
-def _sweeps(session: Session) -> list[Sweep]:
-    """Measure the further K of the job, and find the best for each head and set."""
-    config = session.config
-    others = [k for k in dict.fromkeys(config.sweep) if k != config.num_speculative_tokens]
-    if not others:
-        return []
-    swept: list[Head] = [head for head in session.heads if head != "incumbent" and session.can_start(head)]
-    for head in swept:
-        for k in others:
-            session.measure(head, k, config.temperatures[:1])
-    found = []
-    for head in swept:
-        cost = draft_cost(open_checkpoint(session.heads[head]))
-        for prompts in session.sets:
-            keys = [(head, prompts.name, config.temperatures[0], k) for k in (config.num_speculative_tokens, *others)]
-            figures = [session.found[key].figures for key in keys]
-            found.append(sweep(figures, cost, measured=config.speed is not None))
-    return found
 
 
 def _gains(session: Session, gate: GateConfig) -> list[Gain]:

@@ -35,7 +35,7 @@ class Session:
 
     Attributes:
         found: figures and answers by head, set, temperature and K.
-        seconds: of starts, answers and lossless, for the report.
+        seconds: of each part, for the report.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Session:
         self.found: dict[Key, Measured] = {}
         self.servers: list[ServerRun] = []
         self.warnings: list[str] = []
-        self.seconds = {"starts": 0.0, "answers": 0.0, "lossless": 0.0}
+        self.seconds = {"starts": 0.0, "answers": 0.0, "lossless": 0.0, "reference": 0.0, "speed": 0.0}
         self._urls, self._logs, self._longest = urls, logs, longest
         self._confidence, self._reporter = confidence, reporter
 
@@ -84,8 +84,8 @@ class Session:
                     self._keep(measured, server)
             self.seconds["answers"] += time.monotonic() - begun
 
-    def compare_with_plain(self, heads: Sequence[Head]) -> list[Losslessness]:
-        """Greedy answers of vLLM without speculation against those of these heads, on every set."""
+    def compare_with_plain(self) -> list[Losslessness]:
+        """Greedy answers of vLLM without speculation against those of every head, on every set."""
         found = []
         with self._server(PLAIN, None) as server:
             begun = time.monotonic()
@@ -94,7 +94,7 @@ class Session:
                 self._reporter.phase(f"vLLM answers {prompts.name} without speculation", len(prompts.ids), "prompts")
                 answers, _ = ask(server, prompts, 0.0, self.config, self._reporter)
                 plain = [answer.token_ids for answer in answers]
-                for head in heads:
+                for head in self.heads:
                     measured = self.found[head, prompts.name, 0.0, self.config.num_speculative_tokens]
                     drafted = [answer.token_ids for answer in measured.answers]
                     found.append(
@@ -103,9 +103,14 @@ class Session:
             self.seconds["lossless"] += time.monotonic() - begun
         return found
 
+    @property
+    def starts_servers(self) -> bool:
+        """Whether servers are started; with URLs there are those that are named, and no others."""
+        return not self._urls
+
     def can_start(self, head: str) -> bool:
-        """Whether there is a server for this head: with URLs, only those that are named."""
-        return not self._urls or head in self._urls
+        """Whether there is a server for this head."""
+        return self.starts_servers or head in self._urls
 
     def launch(self, head: str, num_speculative_tokens: int | None) -> Launch:
         """How a server of a head is started; without speculation it is the verifier as it came."""
