@@ -62,7 +62,7 @@ def _verify_version(uri: str, read: bool, as_json: bool) -> None:
 
 def publish(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Result of stitch.")],
-    to: Annotated[str, typer.Option(help="s3://bucket/prefix/ or file:///directory/.")],
+    to: Annotated[str, typer.Option(help="s3://bucket/prefix/, file:///directory/ or hf://org/name[@branch].")],
     base: Annotated[str | None, typer.Option(help="Where the model lies in the same store.")] = None,
     refer: Annotated[
         bool, typer.Option("--refer", help="Refer to shards that the store has, rather than copy them there.")

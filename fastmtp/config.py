@@ -6,11 +6,12 @@ never silently falls back to a default.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from fastmtp.data.window import Window
 from fastmtp.errors import ConfigError
@@ -289,10 +290,17 @@ class GateConfig(Strict):
     min_drafts: int = Field(2000, ge=1, description="Fewer drafts than this on either side is inconclusive, hence no.")
 
 
+_HUB_BRANCH = re.compile(r"hf://[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_HUB_COMMIT = re.compile(r"@[0-9a-f]{40}$")
+
+
 class PublishConfig(Strict):
     """Where the result goes."""
 
-    uri: str = Field(description="s3://bucket/prefix/ or file:///directory/; each result becomes a version below it.")
+    uri: str = Field(
+        description="s3://bucket/prefix/ or file:///directory/: each result becomes a version below it. Or"
+        " hf://org/name[@branch]: each result becomes a commit; a repository that is not there is made, private."
+    )
     base: str | None = Field(
         None, description="Where the model lies in the same store, so that unchanged shards need not be sent."
     )
@@ -313,17 +321,25 @@ class PublishConfig(Strict):
 
     @field_validator("uri", "base")
     @classmethod
-    def _known_scheme(cls, value: str | None) -> str | None:
+    def _known_scheme(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is None:
             return value
+        if info.field_name == "uri" and value.startswith("hf://"):
+            if not _HUB_BRANCH.fullmatch(value) or _HUB_COMMIT.search(value):
+                raise ValueError("must be hf://org/name or hf://org/name@branch")
+            return value
         if not value.startswith(("s3://", "file://")):
-            raise ValueError("must start with s3:// or file://")
+            raise ValueError("must start with s3:// or file://" + (", or hf://" if info.field_name == "uri" else ""))
         if "@" in value.split("://", 1)[1].split("/", 1)[0]:
             raise ValueError("must not hold credentials; give the worker a profile or environment instead")
         return value
 
     @model_validator(mode="after")
     def _one_store(self) -> PublishConfig:
+        if self.uri.startswith("hf://"):
+            if chosen := sorted(self.model_dump(exclude={"uri"}, exclude_defaults=True)):
+                raise ValueError(f"{', '.join(chosen)}: only for s3:// and file://; on the hub, name a branch")
+            return self
         if self.base and self.base.split("://")[0] != self.uri.split("://")[0]:
             raise ValueError("base must be in the store of uri")
         return self

@@ -21,7 +21,7 @@ from fastmtp.hashing import cache_directory
 from fastmtp.progress import Reporter
 from fastmtp.stage import digest_of
 from fastmtp.storage import latest, manifest_of
-from fastmtp.stores.base import ERRORS, explained, open_store, reason
+from fastmtp.stores.base import ERRORS, Readable, explained, open_store, reason
 
 Allow = Callable[[str], None]
 
@@ -58,13 +58,20 @@ def find(uri: str, pointer: str = "/model") -> Source:
 
 
 def fetch(
-    source: Source, directory: Path, reporter: Reporter, *, reuse: Sequence[Path] = (), allow: Allow | None = None
+    source: Source,
+    directory: Path,
+    reporter: Reporter,
+    *,
+    reuse: Sequence[Path] = (),
+    allow: Allow | None = None,
+    store: Readable | None = None,
 ) -> dict[str, Any]:
     """Make `directory` what `source` is. Waits where another process does the same.
 
     Args:
         reuse: directories whose files of the same name and bytes are linked rather than fetched.
         allow: called with the URI of each file that lies elsewhere than the version; raises where it must not be read.
+        store: where `source` lies, for one that its URI does not open.
 
     Returns:
         How many files, and bytes, were fetched and found here.
@@ -83,7 +90,7 @@ def fetch(
         if _is_there(directory, source):
             reporter.skipped()
             return {"fetched": 0, "bytes_fetched": 0, "found": len(source.entries)}
-        return Fetching(source, directory, reporter, [directory, *reuse]).run()
+        return Fetching(source, directory, reporter, [directory, *reuse], store).run()
 
 
 def fetch_any(uri: str, directory: Path, reporter: Reporter, reuse: Sequence[Path]) -> dict[str, Any]:

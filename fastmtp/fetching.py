@@ -16,7 +16,7 @@ from fastmtp.errors import InputError, IntegrityError
 from fastmtp.hashing import remember, sha256_cached
 from fastmtp.progress import Reporter
 from fastmtp.stage import fsync_path, sha256_file, write_atomic
-from fastmtp.stores.base import ObjectInfo, Store, locate, open_store
+from fastmtp.stores.base import ObjectInfo, Readable, locate, open_store
 from fastmtp.table import size
 
 # Hidden, so that no loader takes it for a part of the model.
@@ -52,9 +52,16 @@ def read_record(directory: Path) -> dict[str, Any] | None:
 class Fetching:
     """One fetch of `source` into `directory`, whose files, and those of `reuse`, may be what is wanted."""
 
-    def __init__(self, source: Source, directory: Path, reporter: Reporter, reuse: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        directory: Path,
+        reporter: Reporter,
+        reuse: Sequence[Path],
+        store: Readable | None = None,
+    ) -> None:
         self.source, self.directory, self.reporter, self.reuse = source, directory, reporter, reuse
-        self.store = open_store(source.uri)
+        self.store: Readable = store or open_store(source.uri)
         self.partial = directory.with_name(f".{directory.name}.partial")
         self.lock = threading.Lock()
         self.done = 0
@@ -130,7 +137,7 @@ class Fetching:
             return False
         return True
 
-    def _download(self, store: Store, key: str, info: ObjectInfo, target: Path, sha256: str | None) -> None:
+    def _download(self, store: Readable, key: str, info: ObjectInfo, target: Path, sha256: str | None) -> None:
         temporary = target.with_name(f".{target.name}.part")
         with temporary.open("wb") as file:
             file.truncate(info.size)

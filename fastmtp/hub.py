@@ -14,6 +14,8 @@ from pathlib import Path
 from fastmtp.errors import CheckpointError, UnreachableError, UnreadableError
 from fastmtp.files import REMOTE_PROBE, FileInfo, hidden, whole
 
+# Weights in other formats are as large again, and code is never run.
+UNWANTED = (".bin", ".pt", ".pth", ".pkl", ".py")
 _TIMEOUT = 15.0  # seconds without a byte
 _WAITS = (0.5, 1.5)  # seconds before the second and the third try
 
@@ -26,8 +28,18 @@ class HubFiles:
 
     def __init__(self, repository: str) -> None:
         self.name = repository
-        self._id, self._revision = _hub_id(repository)
+        self._id, self._revision = hub_id(repository)
         self._listed: dict[str, FileInfo] | None = None
+
+    def commit(self) -> str | None:
+        """The commit that is meant; None where there is no such repository or revision. Raises CheckpointError."""
+        from huggingface_hub import HfApi
+
+        with _hub_explained(self.name):
+            if not HfApi().repo_exists(self._id) or not HfApi().revision_exists(self._id, self._revision):
+                return None
+        self.list()
+        return self._revision
 
     def list(self) -> dict[str, FileInfo]:
         """Files of the repository. Raises CheckpointError when there is no such repository, or no hub in reach."""
@@ -99,8 +111,8 @@ def cached_snapshot(model: str) -> Path | None:
         return None
 
 
-def _hub_id(model: str) -> tuple[str, str]:
-    """Repository and revision."""
+def hub_id(model: str) -> tuple[str, str]:
+    """Repository and revision of `org/name`, `hf://org/name` or either with `@revision`; `main` where none is named."""
     repository, _, revision = model.removeprefix("hf://").partition("@")
     return repository, revision or "main"
 
@@ -108,9 +120,8 @@ def _hub_id(model: str) -> tuple[str, str]:
 def _snapshot(model: str, *, offline: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
-    repository, revision = _hub_id(model)
-    # Weights in other formats are as large again, and code is never run.
-    unwanted = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.py"]
+    repository, revision = hub_id(model)
+    unwanted = [f"*{ending}" for ending in UNWANTED]
     return Path(snapshot_download(repository, revision=revision, ignore_patterns=unwanted, local_files_only=offline))
 
 

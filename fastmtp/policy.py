@@ -22,7 +22,7 @@ class Policy:
 
     Attributes:
         sources: prefixes of models and prompts: absolute directories, s3:// and hf: prefixes, hub ids.
-        destinations: prefixes of publish.uri: s3:// or file://.
+        destinations: prefixes of publish.uri: s3://, file:// or hf://.
         servers: prefixes of data.server: http:// or https://.
     """
 
@@ -67,6 +67,9 @@ class Policy:
 
     def require_destination(self, value: str, pointer: str) -> None:
         """Raise ConfigError unless `value` (a URI to write below) is allowed."""
+        if value.startswith("hf://"):
+            # A branch is a place in the repository.
+            value = value.partition("@")[0]
         _require(value, self.destinations, pointer, "FASTMTP_ALLOWED_DESTINATIONS")
 
     def require_links_inside(self, root: Path) -> None:

@@ -11,13 +11,15 @@ from pydantic import ValidationError
 
 from fastmtp.checkpoint import open_checkpoint
 from fastmtp.config import PublishConfig
-from fastmtp.errors import ConfigError, IntegrityError
+from fastmtp.errors import CheckpointError, ConfigError, IntegrityError, UnreachableError
 from fastmtp.fetch import Allow, fetch
 from fastmtp.fetching import Source, read_record
 from fastmtp.hashing import remembered, sha256_all
 from fastmtp.progress import Reporter
+from fastmtp.push import SCHEME, push
 from fastmtp.stage import FileEntry, Manifest, digest_of, read_manifest, run_stage
 from fastmtp.storage import latest
+from fastmtp.stores.hub import open_branch
 from fastmtp.stores.settings import StoreSettings
 from fastmtp.table import size
 from fastmtp.upload import Options, check_sizes, publish
@@ -55,10 +57,14 @@ def publish_checkpoint(
         version = f"v-{digest_of({name: entry.sha256 for name, entry in files.items()})[:12]}"
         total = sum(entry.size for entry in files.values())
         reporter.phase(f"publishing to {config.uri}", total, "bytes")
-        manifest = publish(checkpoint, config.uri, version, files, about, Counter(reporter), options)
+        if config.uri.startswith(SCHEME):
+            manifest = push(checkpoint, config.uri, version, files, about, Counter(reporter))
+        else:
+            manifest = publish(checkpoint, config.uri, version, files, about, Counter(reporter), options)
         (directory / RECEIPT).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         artifacts = [{key: item[key] for key in ("uri", "size", "sha256")} for item in manifest["files"]]
-        return {"uri": f"{config.uri.rstrip('/')}/{version}", "version": version, "artifacts": artifacts}
+        uri = manifest["uri"] if config.uri.startswith(SCHEME) else f"{config.uri.rstrip('/')}/{version}"
+        return {"uri": uri, "version": version, "artifacts": artifacts}
 
     inputs = {"checkpoint": stitched.digest(), "about": digest_of(about)}
     return run_stage(
@@ -79,7 +85,7 @@ def options_of(config: PublishConfig, model: Path | None, allow: Allow | None = 
     )  # fmt: skip
 
 
-def identity(model: Path) -> str:
+def identity(model: Path | str) -> str:
     """What a checkpoint is, wherever its files lie: config and tensor names, types and shapes."""
     checkpoint = open_checkpoint(model)
     tensors = [[entry.key, entry.dtype, entry.shape] for _, entry in sorted(checkpoint.tensors.items())]
@@ -89,8 +95,10 @@ def identity(model: Path) -> str:
 def fetch_incumbent(uri: str, model: Path, target: Path, reporter: Reporter, allow: Allow | None = None) -> bool:
     """Bring what is published below `uri` into `target`, if something of the same model is. Returns whether.
 
-    Shards that are the model's own are linked, not fetched.
+    Shards that are the model's own are linked, not fetched. On the hub, what is published is the branch's last commit.
     """
+    if uri.startswith(SCHEME):
+        return _fetch_incumbent_of_hub(uri, model, target, reporter)
     manifest = latest(uri)
     if manifest is None:
         return False
@@ -99,6 +107,24 @@ def fetch_incumbent(uri: str, model: Path, target: Path, reporter: Reporter, all
         return False
     source = Source(f"{uri.rstrip('/')}/{manifest['version']}", manifest["version"], manifest["files"])
     fetch(source, target, reporter, reuse=[model], allow=allow)
+    return True
+
+
+def _fetch_incumbent_of_hub(uri: str, model: Path, target: Path, reporter: Reporter) -> bool:
+    store = open_branch(uri)
+    if store is None:
+        return False
+    try:
+        published = identity(store.name)
+    except UnreachableError:
+        raise
+    except CheckpointError as error:
+        reporter.say(f"what is published here is no model and is not compared: {error.what}")
+        return False
+    if published != identity(model):
+        reporter.say("what is published here is of another model and is not compared")
+        return False
+    fetch(Source(store.name, None, store.entries()), target, reporter, reuse=[model], store=store)
     return True
 
 

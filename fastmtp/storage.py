@@ -48,7 +48,15 @@ _THREADS = 8
 
 
 def probe(uri: str) -> None:
-    """Write and delete a small object below `uri`. Raises DestinationError, with the reason, when that fails."""
+    """Write and delete a small object below `uri`. Raises DestinationError, with the reason, when that fails.
+
+    Of a repository of the hub nothing is written: the hub is asked whether the token may.
+    """
+    if uri.startswith("hf://"):
+        from fastmtp import push
+
+        push.probe(uri)
+        return
     key = f".fastmtp-probe-{uuid.uuid4().hex}"
     try:
         store = open_store(uri)

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, NoCredentialsError
 
@@ -57,19 +57,11 @@ class Unfinished:
     token: str
 
 
-class Store(Protocol):
-    """Objects below a URI. Keys are relative, with forward slashes. Methods raise what `ERRORS` lists."""
+class Readable(Protocol):
+    """Objects below a URI, to be read. Keys are relative, with forward slashes. Methods raise what `ERRORS` lists."""
 
     name: str
     settings: StoreSettings
-    # Whether checksums that are sent are compared with what arrives: only then is what the store keeps worth noting.
-    checks_sums: bool | None
-
-    def check(self) -> None:
-        """Raise unless the place is there, or can be made."""
-
-    def learn(self) -> None:
-        """Find out what the store checks, where it may be written to."""
 
     def uri(self, key: str) -> str: ...
 
@@ -80,6 +72,19 @@ class Store(Protocol):
 
     def read(self, key: str, begin: int, end: int, *, stamp: str | None = None) -> bytes:
         """Bytes `begin` to `end`, fewer at the object's end; with `stamp` only while the object is still that one."""
+
+
+class Store(Readable, Protocol):
+    """Objects below a URI, to be read and written."""
+
+    # Whether checksums that are sent are compared with what arrives: only then is what the store keeps worth noting.
+    checks_sums: bool | None
+
+    def check(self) -> None:
+        """Raise unless the place is there, or can be made."""
+
+    def learn(self) -> None:
+        """Find out what the store checks, where it may be written to."""
 
     def put(self, key: str, data: bytes, *, only_if: str | None = None) -> None:
         """Write a small object. `only_if` is the stamp that must be there now, "" for none: another raises Conflict.
@@ -111,6 +116,9 @@ class Store(Protocol):
     def abort(self, item: Unfinished) -> None: ...
 
 
+AnyStore = TypeVar("AnyStore", bound=Readable)
+
+
 def open_store(uri: str, settings: StoreSettings | None = None) -> Store:
     """The store behind an s3:// or file:// URI. Raises DestinationError for any other."""
     settings = settings or StoreSettings.from_env()
@@ -125,7 +133,7 @@ def open_store(uri: str, settings: StoreSettings | None = None) -> Store:
     raise DestinationError(f"{uri} is neither s3:// nor file://.")
 
 
-def locate(store: Store, uri: str) -> tuple[Store, str]:
+def locate(store: AnyStore, uri: str) -> tuple[AnyStore | Store, str]:
     """The store and key behind any URI: `store` itself where it reaches there."""
     key = store.key_of(uri)
     if key is not None:
@@ -134,13 +142,13 @@ def locate(store: Store, uri: str) -> tuple[Store, str]:
     return open_store(parent, store.settings), name
 
 
-def blocks(store: Store, key: str, info: ObjectInfo) -> Iterator[bytes]:
+def blocks(store: Readable, key: str, info: ObjectInfo) -> Iterator[bytes]:
     """An object from begin to end, in flat memory."""
     for begin in range(0, info.size, BLOCK):
         yield store.read(key, begin, min(begin + BLOCK, info.size), stamp=info.stamp)
 
 
-def sha256_of(store: Store, key: str, info: ObjectInfo, on_bytes: OnBytes = lambda _count: None) -> str:
+def sha256_of(store: Readable, key: str, info: ObjectInfo, on_bytes: OnBytes = lambda _count: None) -> str:
     """sha256 of an object, by reading all of it."""
     digest = hashlib.sha256()
     for block in blocks(store, key, info):
@@ -149,7 +157,7 @@ def sha256_of(store: Store, key: str, info: ObjectInfo, on_bytes: OnBytes = lamb
     return digest.hexdigest()
 
 
-def whole(store: Store, key: str) -> bytes | None:
+def whole(store: Readable, key: str) -> bytes | None:
     """A small object, all of it; None where there is none."""
     info = store.head(key)
     return None if info is None else b"".join(blocks(store, key, info))

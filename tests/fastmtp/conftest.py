@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -50,13 +51,13 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture
 def hub(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """Our hub in the place of the real one, with an empty cache."""
-    with serve(wide) as hub:
-        _use_hub(hub.url, tmp_path / "cache", monkeypatch)
+    with serve(wide) as hub, use_hub(hub.url, tmp_path / "cache", monkeypatch):
         yield hub
-        _close()
 
 
-def _use_hub(url: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def use_hub(url: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub in the place of the real one."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", url)
@@ -64,6 +65,8 @@ def _use_hub(url: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    _close()
+    yield
     _close()
 
 
@@ -95,6 +98,5 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def no_hub(free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    _use_hub(f"http://127.0.0.1:{free_port}", tmp_path / "cache", monkeypatch)
-    yield
-    _close()
+    with use_hub(f"http://127.0.0.1:{free_port}", tmp_path / "cache", monkeypatch):
+        yield
