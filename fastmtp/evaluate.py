@@ -85,6 +85,7 @@ def _evaluate(
     compared = further.losslessness(session)
     walked = further.cross_check(session, reporter)
     sweeps = further.sweeps(session, walked)
+    speed = further.speed(session, reporter)
     gains = _gains(session, gate)
     deciding = [found.figures for found in session.found.values() if _decides(found, config)]
     decision = judge(deciding, [one for one in gains if one.temperature == config.temperatures[0]], compared, gate)
@@ -94,7 +95,7 @@ def _evaluate(
         confidence=gate.confidence, vllm=deciding[0].vllm, fastmtp=fastmtp.__version__, hardware=_hardware(),
         created=datetime.now(UTC).isoformat(timespec="seconds"), servers=session.servers,
         acceptance=_ordered(session), gains=gains, sweeps=sweeps, lossless=compared, reference=walked,
-        gate=decision,
+        speed=speed, gate=decision,
         warnings=session.warnings, timings=_timings(session, begun),
     )  # fmt: skip
     for warning in session.warnings:

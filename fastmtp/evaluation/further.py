@@ -1,4 +1,4 @@
-"""What an evaluation measures beside acceptance with the job's own K: losslessness, the cross-check, further K."""
+"""What an evaluation measures beside acceptance with the job's own K: losslessness, the cross-check, K, speed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import time
 
 from fastmtp.checkpoint import open_checkpoint
 from fastmtp.errors import FastMTPError
-from fastmtp.evaluation.report import Head, Losslessness, Reference, Sweep
+from fastmtp.evaluation.report import Arm, Head, Losslessness, Reference, SpeedReport, Sweep
 from fastmtp.evaluation.session import PLAIN, Session
+from fastmtp.evaluation.speed import measure_speed
 from fastmtp.evaluation.sweep import draft_cost, sweep
 from fastmtp.progress import Reporter
+from fastmtp.serving import has_gpu
 
 _NOT_COMPARED = "Greedy answers were not compared with those of vLLM without speculation"
 
@@ -84,4 +86,22 @@ def sweeps(session: Session, walked: Reference | None) -> list[Sweep]:
             best = sweep([session.found[key].figures for key in keys], cost, measured=config.speed is not None)
             by_walk = lengths.get((head, prompts.name), {}) if best.temperature == 0 else {}
             found.append(best.model_copy(update={"walked": by_walk}))
+    return found
+
+
+def speed(session: Session, reporter: Reporter) -> SpeedReport | None:
+    """Speed on the first set, where the job asks for it."""
+    config = session.config
+    if config.speed is None:
+        return None
+    heads: dict[Arm, str] = {"none": PLAIN, "base": "base", "tuned": "tuned"}
+    begun, k = time.monotonic(), config.num_speculative_tokens
+    found = measure_speed(
+        {arm: session.arm(head) for arm, head in heads.items() if session.can_start(head)},
+        session.sets[0].name, session.sets[0].ids, config.speed,
+        max_tokens=config.max_tokens, temperature=config.temperatures[0], num_speculative_tokens=k,
+        # A GPU seldom holds three.
+        together=not session.starts_servers or not has_gpu(), directory=session.logs / "speed", reporter=reporter,
+    )  # fmt: skip
+    session.seconds["speed"] += time.monotonic() - begun
     return found

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from fastmtp.config import EvaluateConfig
@@ -54,7 +55,7 @@ class Session:
         self.servers: list[ServerRun] = []
         self.warnings: list[str] = []
         self.seconds = {"starts": 0.0, "answers": 0.0, "lossless": 0.0, "reference": 0.0, "speed": 0.0}
-        self._urls, self._logs, self._longest = urls, logs, longest
+        self._urls, self.logs, self._longest = urls, logs, longest
         self._confidence, self._reporter = confidence, reporter
 
     def temperatures(self) -> list[float]:
@@ -112,6 +113,13 @@ class Session:
         """Whether there is a server for this head."""
         return self.starts_servers or head in self._urls
 
+    def arm(self, head: str) -> Callable[[], AbstractContextManager[Server]]:
+        """What gives a server of a head with the job's own K, when it is called."""
+        k = None if head == PLAIN else self.config.num_speculative_tokens
+        if head in self._urls:
+            return lambda: contextlib.nullcontext(connect(self._urls[head]))
+        return lambda: serve(self.launch(head, k), self.logs / f"vllm-{head}-speed.log")
+
     def launch(self, head: str, num_speculative_tokens: int | None) -> Launch:
         """How a server of a head is started; without speculation it is the verifier as it came."""
         checkpoint = self.heads["base"] if head == PLAIN else self.heads[_head(head)]
@@ -133,7 +141,7 @@ class Session:
         name = f"vllm-{head}" if num_speculative_tokens in (None, self.config.num_speculative_tokens) else (
             f"vllm-{head}-k{num_speculative_tokens}"
         )  # fmt: skip
-        log = self._logs / f"{name}.log"
+        log = self.logs / f"{name}.log"
         self._reporter.phase(f"{head}: vLLM starts")
         begun = time.monotonic()
         with serve(self.launch(head, num_speculative_tokens), log) as server:

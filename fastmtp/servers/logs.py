@@ -16,7 +16,7 @@ _SPECULATION = re.compile(
     r"speculative_config=SpeculativeConfig\(method='(?P<method>\w+)'.*?num_spec_tokens=(?P<k>\d+)\)"
 )
 _CACHING = re.compile(r"enable_prefix_caching=(True|False)")
-_EXCEPTION = re.compile(r"\b(\w+(?:Error|Exception|Timeout)\b: .+)")
+_EXCEPTION = re.compile(r"\b(\w+(?:Error|Exception|Timeout)\b: (?:.*validation errors? for .*(?:\n.*){1,2}|.+))")
 # A tensor that the loader did not know, or one of the model that it found nothing for.
 _LEFT_OUT = re.compile(
     r"(?:WARNING|ERROR).*?\]\s*(.*(?:weight|param|tensor).*(?:skip|not found|not initialized|not loaded|missing).*"
@@ -39,6 +39,11 @@ _KNOWN = (
     (
         r"Model architectures .* are not supported|does not recognize this architecture",
         "This vLLM does not serve the architecture: install a version that does.",
+    ),
+    (
+        r"weights were not initialized from checkpoint|There is no module or parameter named",
+        "vLLM does not find the checkpoint's tensors under the names it looks for: `fastmtp inspect` says why, and"
+        " `fastmtp stitch --mend` writes what it loads.",
     ),
 )  # fmt: skip
 
@@ -76,7 +81,8 @@ def left_out(text: str) -> list[str]:
 
 def cause(text: str) -> str:
     """The last exception that a log names: what follows it is only how the server came down."""
-    found: list[str] = _EXCEPTION.findall(text)
+    # What pydantic found wrong stands on the lines after the exception.
+    found: list[str] = [" ".join(line.split()) for line in _EXCEPTION.findall(text)]
     deeper = [line for line in found if not line.startswith(("EngineDeadError", "RuntimeError: Engine core init"))]
     return (deeper or found or [""])[-1][:300]
 
