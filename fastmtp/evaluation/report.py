@@ -297,8 +297,8 @@ class EvaluationReport(Record):
 
 def write(directory: Path, report: EvaluationReport) -> None:
     """Write report.json, acceptance.md, acceptance.png and report.html into an existing directory."""
-    from fastmtp.evaluation import pages
+    from fastmtp.evaluation.pages import write as write_pages
 
     text = report.model_dump_json(indent=1) + "\n"
     (directory / REPORT).write_text(text, encoding="utf-8")
-    pages.write(directory, report)
+    write_pages(directory, report)
