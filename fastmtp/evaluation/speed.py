@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastmtp import procs
 from fastmtp.config import SpeedConfig
 from fastmtp.errors import ServingError
@@ -150,15 +152,15 @@ class _Client:
         return [self._read(arm, concurrency, number) for arm, _, concurrency, number in wanted]
 
     def _words(self, arm: Arm, server: Server, concurrency: int, number: int) -> list[str]:
-        # Without a tokenizer prompts go as they are, as token ids; how long answers may be then stands in the body.
+        # Without a tokenizer prompts go as they are, as token ids; how long answers may be then stands in the body, and
+        # latencies are left to us, from what it saw of each request.
         return [
             "--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions", "--model", server.model,
             "--skip-tokenizer-init", "--dataset-name", "custom", "--dataset-path",
             str(self._directory / "prompts.jsonl"), "--disable-shuffle", "--num-prompts", str(self._config.num_prompts),
             "--max-concurrency", str(concurrency), "--num-warmups", str(_WARM), "--disable-tqdm",
-            "--extra-body", json.dumps(self._body), "--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles",
-            "95", "--save-result", "--result-dir", str(self._directory), "--result-filename",
-            _result(arm, concurrency, number),
+            "--extra-body", json.dumps(self._body), "--save-result", "--save-detailed", "--result-dir",
+            str(self._directory), "--result-filename", _result(arm, concurrency, number),
         ]  # fmt: skip
 
     def _read(self, arm: Arm, concurrency: int, number: int) -> SpeedRun:
@@ -170,11 +172,20 @@ class _Client:
             )
         return SpeedRun(
             arm=arm, concurrency=concurrency, round=number, output_tokens=found["total_output_tokens"],
-            seconds=found["duration"], output_tokens_per_second=found["output_throughput"],
-            itl_median_ms=found["median_itl_ms"], itl_p95_ms=found["p95_itl_ms"],
-            ttft_median_ms=found["median_ttft_ms"], ttft_p95_ms=found["p95_ttft_ms"],
-            tpot_median_ms=found["median_tpot_ms"],
+            seconds=found["duration"], output_tokens_per_second=found["output_throughput"], **latencies(found),
         )  # fmt: skip
+
+
+def latencies(found: Mapping[str, Any]) -> dict[str, float]:
+    """Milliseconds, from the seconds that the client saw of each request: first piece, later pieces, all of it."""
+    between = [gap for gaps in found["itls"] for gap in gaps]
+    requests = zip(found["latencies"], found["ttfts"], found["output_lens"], strict=True)
+    each = [(whole - first) / (tokens - 1) for whole, first, tokens in requests if tokens > 1]
+    medians = {"itl_median_ms": between, "ttft_median_ms": found["ttfts"], "tpot_median_ms": each}
+    tails = {"itl_p95_ms": between, "ttft_p95_ms": found["ttfts"]}
+    shown = {name: float(np.median(values or [0.0])) for name, values in medians.items()}
+    shown |= {name: float(np.percentile(values or [0.0], 95)) for name, values in tails.items()}
+    return {name: 1000 * value for name, value in shown.items()}
 
 
 def figures(runs: Sequence[SpeedRun]) -> list[SpeedFigure]:

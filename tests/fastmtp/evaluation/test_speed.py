@@ -33,9 +33,9 @@ class Client:
             name = options["--result-filename"]
             self.asked.append(name.removesuffix(".json"))
             found = {
-                "completed": self._completed, "total_output_tokens": 100, "duration": 2.0, "output_throughput": 50.0,
-                "median_itl_ms": 1.0, "p95_itl_ms": 2.0, "median_ttft_ms": 3.0, "p95_ttft_ms": 4.0,
-                "median_tpot_ms": 0.5,
+                "completed": self._completed, "total_output_tokens": 12, "duration": 2.0, "output_throughput": 50.0,
+                "itls": [[0.001, 0.003], [0.002]], "ttfts": [0.010, 0.020], "latencies": [0.014, 0.022],
+                "output_lens": [9, 2],
             }  # fmt: skip
             (Path(options["--result-dir"]) / name).write_text(json.dumps(found))
         return 0
@@ -78,6 +78,9 @@ def test_arms_take_turns(together: bool, tmp_path: Path, monkeypatch: pytest.Mon
     # Another begins the second round.
     assert client.asked[6] == "base-1-1"
     assert len(report.runs) == 12 and {up.ratio.value for up in report.speedups} == {1.0}
+    run = report.runs[0]
+    assert (run.itl_median_ms, run.itl_p95_ms, run.ttft_median_ms) == pytest.approx((2.0, 2.9, 15.0))
+    assert run.tpot_median_ms == pytest.approx((0.5 + 2.0) / 2)
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert prompts == [[1, 2], [3], [1, 2], [3]]
 
