@@ -81,7 +81,7 @@ def _run_stages(job: JobSpec, job_id: str, workdir: Workdir, reporter: JobReport
     for stage in STAGES[: STAGES.index("evaluate")]:
         run_stage(stage, workdir, job_id, on_progress)
     evaluated = run_stage("evaluate", workdir, job_id, on_progress)["summary"]
-    reporter.show_acceptance(evaluated)
+    reporter.show_acceptance(evaluated, workdir.evaluation / "acceptance.md")
     if evaluated["gate"]["passed"] and job.publish:
         run_stage("publish", workdir, job_id, on_progress)
 

@@ -6,11 +6,13 @@ exception is the report, which is the record of how the job ended: `store_report
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -84,10 +86,12 @@ class JobReporter:
         if record.stage == "train":
             self._show_loss(record)
 
-    def show_acceptance(self, summary: Mapping[str, Any]) -> None:
-        """The acceptance table, from what the evaluate stage found out."""
+    def show_acceptance(self, summary: Mapping[str, Any], tables: Path) -> None:
+        """What the evaluate stage found out: its own tables, or the acceptance table from its summary."""
         description = f"Acceptance of job {self._job_id}"
         table = LiveArtifact("markdown", self._flow_run_id, key=self._acceptance_key, description=description)
+        with contextlib.suppress(OSError):
+            return table.show(tables.read_text("utf-8"), now=True)
         table.show(acceptance_markdown(summary), now=True)
 
     def store_report(self, report: Report) -> None:

@@ -69,6 +69,17 @@ def test_events_are_throttled_except_those_that_say_something(monkeypatch):
     assert {"prefect.resource.id": "prefect.tag.job:Job_1", "prefect.resource.role": "tag"} in sent[0]["related"]
 
 
+def test_the_evaluations_own_tables_are_shown_where_there_are_some(monkeypatch, tmp_path):
+    shown: list[str] = []
+    monkeypatch.setattr(LiveArtifact, "show", lambda _self, data, **_: shown.append(data))
+    summary = {"base": BASE, "tuned": TUNED, "gate": {"passed": True, "reason": "better"}}
+    reporter = JobReporter("job-1", uuid4(), "tiny")
+    reporter.show_acceptance(summary, tmp_path / "acceptance.md")
+    (tmp_path / "acceptance.md").write_text("### Acceptance on traffic")
+    reporter.show_acceptance(summary, tmp_path / "acceptance.md")
+    assert shown == [acceptance_markdown(summary), "### Acceptance on traffic"]
+
+
 def test_a_loss_that_became_nan_survives_the_way_to_the_service(monkeypatch):
     sent: list[dict[str, object]] = []
     monkeypatch.setattr(reporting, "emit_event", lambda **fields: sent.append(fields))
