@@ -20,6 +20,7 @@ from fastmtp.schema import (
     Column,
     Fraction,
     LossKind,
+    RowFormat,
     ServerArgs,
     SetName,
     Sources,
@@ -56,7 +57,7 @@ class DataConfig(Strict):
         description="Where prompts lie, one or several: JSONL or Parquet (a path, file:// or s3:// URI, a glob, a"
         " directory or s3:// prefix), or hf:DATASET[:CONFIG[:SPLIT]], a hub dataset or a local dataset directory."
     )
-    format: Literal["auto", "messages", "sharegpt", "completion", "text", "log"] = Field(
+    format: RowFormat = Field(
         "auto",
         description="messages: OpenAI chat. completion: prompt and answer. text: plain text. log: stored requests,"
         " with or without the response. auto: told from each row.",
@@ -223,6 +224,8 @@ class EvaluateConfig(Strict):
         description="Prompts the head was not trained on, in the forms of data.prompts; several sets by name:"
         " {gsm8k: ..., traffic: ...}. The gate wants a gain on each."
     )
+    format: RowFormat = Field("auto", description="Form of the rows of every set, as data.format.")
+    columns: dict[Column, str] = Field(default_factory=dict, description="Names of your columns, as data.columns.")
     num_prompts: int = Field(200, ge=1, description="How many of each set, in file order.")
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="Draft tokens per step, K.")
     sweep: tuple[Annotated[int, Field(ge=1, le=16)], ...] = Field(
@@ -259,6 +262,10 @@ class EvaluateConfig(Strict):
     def sets(self) -> dict[str, str]:
         """Name -> source of each prompt set; one that has no name is `prompts`."""
         return {"prompts": self.prompts} if isinstance(self.prompts, str) else dict(self.prompts)
+
+    def reading(self, source: str) -> DataConfig:
+        """How a set is read."""
+        return DataConfig(prompts=source, format=self.format, columns=self.columns)
 
     @property
     def temperatures(self) -> tuple[float, ...]:

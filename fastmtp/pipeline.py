@@ -232,7 +232,7 @@ def measured_on(spec: JobSpec) -> frozenset[str]:
     """Roots of the conversations that the job's evaluation asks, which must not be trained on."""
     from fastmtp.data.prompts import roots_of
 
-    return roots_of(spec.evaluate.sets.values(), spec.evaluate.num_prompts)
+    return roots_of(map(spec.evaluate.reading, spec.evaluate.sets.values()), spec.evaluate.num_prompts)
 
 
 def _train(workdir: Workdir, spec: JobSpec, reporter: Reporter) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastmtp import storage
 from fastmtp.checkpoint import require
-from fastmtp.config import DataConfig, JobSpec
+from fastmtp.config import JobSpec
 from fastmtp.data.prompts import look_at
 from fastmtp.data.sources.opening import list_files
 from fastmtp.errors import CheckpointError, InputError, UnreachableError
@@ -62,7 +62,7 @@ def check_prompts(spec: JobSpec, policy: Policy) -> list[str]:
             for file in files:
                 policy.require_prompts(file.name, pointer)
             try:
-                warning = look_at(spec.data if ours else DataConfig(prompts=source), source)
+                warning = look_at(spec.data if ours else spec.evaluate.reading(source), source)
             except ImportError as error:
                 # The API's host has no need of what reads tables; the worker has it.
                 warning = f"{source} was not looked at: {error}."

@@ -61,6 +61,7 @@ _SERVER_ARGS = (
     "--enforce-eager",
 )  # fmt: skip
 ServerArgs = Annotated[tuple[str, ...], AfterValidator(_sizes_only)]
+RowFormat = Literal["auto", "messages", "sharegpt", "completion", "text", "log"]
 Sources = str | Annotated[tuple[str, ...], Field(min_length=1)]
 # Our names of what a row may hold -> the user's.
 Column = Literal["messages", "prompt", "completion", "system", "tools", "time"]

@@ -29,7 +29,7 @@ def load_sets(model: Path, config: EvaluateConfig) -> tuple[list[Prompts], list[
     room = _positions(model) - beyond(config)
     found, warnings = [], []
     for name, source in config.sets.items():
-        conversations = first_conversations(source, config.num_prompts)
+        conversations = first_conversations(config.reading(source), config.num_prompts)
         rejected: Counter[str] = Counter()
         kept: list[tuple[int, ...]] = []
         for ids in renderer.prompts_ids([(one.prompt(), one.tools) for one in conversations]):
