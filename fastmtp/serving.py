@@ -49,7 +49,7 @@ def serve(launch: Launch, log: Path, *, port: int | None = None) -> Iterator[Ser
         begun = time.monotonic()
         with procs.spawn(command, log=log, run_id=os.environ.get(procs.MARKER), env=server_environment()) as child:
             try:
-                ready = functools.partial(_serves, url, launch.checkpoint)
+                ready = functools.partial(_serves, url, launch.checkpoint, log)
                 procs.wait_until(ready, child, what="vLLM", log=log, timeout=START_SECONDS)
             except ProcessError as error:
                 if left and "Address already in use" in procs.tail(log, lines=600):
@@ -88,8 +88,13 @@ def connect(url: str) -> Server:
     return dataclasses.replace(server, effective=logs.Effective(version, method, tokens))
 
 
-def _serves(url: str, checkpoint: Path) -> bool:
-    """Whether this very checkpoint is served there: on a taken port somebody else's server would answer."""
+def _serves(url: str, checkpoint: Path, log: Path) -> bool:
+    """Whether this very checkpoint is served there: on a taken port somebody else's server would answer.
+
+    Raises ProcessError where the log says that nothing will come of it: vLLM takes its time to come down.
+    """
+    if logs.hopeless(procs.tail(log, lines=400)):
+        raise ProcessError("vLLM's engine failed.")
     try:
         reply = httpx.get(f"{url}/v1/models", timeout=5, trust_env=False)
         return reply.status_code == 200 and any(

@@ -100,8 +100,8 @@ def _fell(gains: Sequence[Gain], config: GateConfig) -> Iterator[tuple[Verdict, 
         worst = min(range(len(gain.rates)), key=lambda position: gain.rates[position].value)
         change = gain.rates[worst].value
         text = (
-            f"position {worst} moved most to the worse against {_CALLED[gain.over]} on {gain.set}, by {change:+.3f};"
-            f" {-config.position_tolerance:+.3f} is allowed"
+            f"the rate of position {worst} changed by {change:+.3f} against {_CALLED[gain.over]} on {gain.set}, no other"
+            f" by less; {-config.position_tolerance:+.3f} is allowed"
         )
         passed = change >= -config.position_tolerance
         yield "a position fell", Reason(passed=passed, text=text, set=gain.set, over=gain.over)

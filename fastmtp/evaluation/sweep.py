@@ -25,11 +25,13 @@ def draft_cost(checkpoint: Checkpoint) -> float:
     it is.
     """
     head = find_head(checkpoint)
-    sizes = {key: entry.nbytes for key, entry in checkpoint.tensors.items()}
-    embedding = max((size for key, size in sizes.items() if key.endswith("embed_tokens.weight")), default=0)
-    # Tied: the output head is the embedding, and is read whole; the embedding as such is a row per token.
-    output = next((size for key, size in sizes.items() if key.endswith("lm_head.weight")), embedding)
-    layers = sum(sizes.values()) - head.nbytes - embedding - (output if output is not embedding else 0)
+    of_head = {entry.key for entry in head.tensors.values()}
+    sizes = {key: entry.nbytes for key, entry in checkpoint.tensors.items() if key not in of_head}
+    embeddings = sum(size for key, size in sizes.items() if key.endswith("embed_tokens.weight"))
+    outputs = sum(size for key, size in sizes.items() if key.endswith("lm_head.weight"))
+    # Of the embedding a pass reads a row per token; where it is the output head too, all of it.
+    output = outputs or embeddings
+    layers = sum(sizes.values()) - embeddings - outputs
     return (head.nbytes + output) / max(layers + output, 1)
 
 

@@ -26,7 +26,8 @@ _LEFT_OUT = re.compile(
 _KNOWN = (
     (
         r"No available memory for the cache blocks|out of memory|OutOfMemory|less than desired GPU memory"
-        r"|larger than the available KV cache memory|Failed to allocate|Cannot allocate memory",
+        r"|larger than the available KV cache memory|less than requested memory for kv|Failed to allocate"
+        r"|Cannot allocate memory",
         "The model does not fit: give it more devices (evaluate.server_args: [--tensor-parallel-size, N]), lower"
         " evaluate.max_tokens or concurrency, or on a CPU raise VLLM_CPU_KVCACHE_SPACE (GB).",
     ),
@@ -84,7 +85,12 @@ def cause(text: str) -> str:
     # What pydantic found wrong stands on the lines after the exception.
     found: list[str] = [" ".join(line.split()) for line in _EXCEPTION.findall(text)]
     deeper = [line for line in found if not line.startswith(("EngineDeadError", "RuntimeError: Engine core init"))]
-    return (deeper or found or [""])[-1][:300]
+    return (deeper or found or [""])[-1].partition(", please check the stack trace")[0][:400]
+
+
+def hopeless(text: str) -> bool:
+    """Whether the engine has given up. What follows in the log is only how the rest comes down."""
+    return "EngineCore failed to start" in text or "Engine core initialization failed" in text
 
 
 def mend(text: str) -> str:

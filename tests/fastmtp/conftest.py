@@ -13,10 +13,21 @@ import pytest
 from fastmtp import procs
 from fastmtp.files import LocalFiles, S3Files
 from fastmtp.hub import HubFiles
+from fastmtp.progress import Reporter
 from tests.conftest import S3Server
 from tests.fastmtp.hub import Hub, serve
 from tests.fastmtp.synthetic import Plan, write
 from tests.fastmtp.synthetic_models import small_config
+
+
+@pytest.fixture(scope="session")
+def half_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small real verifier, half trained: enough that its head drafts something, quick enough for a test."""
+    from fastmtp.tiny import Recipe, build
+
+    target = tmp_path_factory.mktemp("tiny") / "verifier"
+    build(target, Recipe(verifier_steps=110, head_steps=50, problems=1500), Reporter("preflight", quiet=True))
+    return target
 
 
 @pytest.fixture(scope="session")

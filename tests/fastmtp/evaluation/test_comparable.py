@@ -22,7 +22,7 @@ def test_the_same_conditions_compare() -> None:
 
 @pytest.mark.parametrize("field", MUST_AGREE)
 def test_each_condition_keeps_figures_apart(field: str) -> None:
-    one, other = acceptance("base", [0.7, 0.5]), acceptance("tuned", [0.8, 0.6], **{field: OTHER[field]})
+    one, other = acceptance("base", [0.7, 0.5]), acceptance("tuned", [0.8, 0.6], **{field: OTHER[field]})  # type: ignore[arg-type]
     with pytest.raises(InputError) as caught:
         require_comparable(one, other)
     assert MUST_AGREE[field] in str(caught.value) and str(OTHER[field]) in str(caught.value)

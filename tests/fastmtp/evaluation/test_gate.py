@@ -55,8 +55,8 @@ def test_a_position_that_fell() -> None:
     found = judge(BOTH, [gain(0.1, 0.05, rates=[0.15, -0.05])], [], GATE)
     assert found.verdict == "a position fell"
     assert found.reason == (
-        "a position fell: position 1 moved most to the worse against the verifier as it came on prompts, by -0.050;"
-        " -0.020 is allowed"
+        "a position fell: the rate of position 1 changed by -0.050 against the verifier as it came on prompts, no other"
+        " by less; -0.020 is allowed"
     )
     assert judge(
         BOTH, [gain(0.1, 0.05, rates=[0.15, -0.05])], [], GATE.model_copy(update={"position_tolerance": 0.06})

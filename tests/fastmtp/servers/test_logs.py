@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastmtp.servers.logs import Effective, cause, effective, explained, left_out, mend, of_config
+from fastmtp.servers.logs import Effective, cause, effective, explained, hopeless, left_out, mend, of_config
 
 ENGINE = (
     "(EngineCore pid=6632) INFO 11-30 20:35:14 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config:"
@@ -60,6 +60,20 @@ def test_a_failure_is_named_with_its_mend(line: str, tmp_path: Path) -> None:
     text = explained(log)
     assert words in text and helps in text and str(log) in text
     assert "Engine core initialization failed" not in text and "Traceback" not in text
+
+
+def test_an_engine_that_gave_up_is_not_waited_for() -> None:
+    assert hopeless(CORE) and hopeless("(EngineCore pid=2) ERROR [core.py:1] EngineCore failed to start.\n")
+    assert not hopeless(ENGINE)
+
+
+def test_a_worker_that_could_not_allocate() -> None:
+    text = (
+        "(EngineCore pid=1) RuntimeError: Worker failed with error 'Available memory on node 0 (19.0/23.54 GiB) on kv"
+        " cache allocation is less than requested memory for kv (4000.0 GiB). Decrease VLLM_CPU_KVCACHE_SPACE.', please"
+        " check the stack trace above for the root cause\n"
+    )
+    assert cause(text).endswith("Decrease VLLM_CPU_KVCACHE_SPACE.'") and "does not fit" in mend(text)
 
 
 def test_a_validation_error_keeps_its_reason() -> None:
