@@ -98,9 +98,9 @@ def _gained(gains: Sequence[Gain], config: GateConfig) -> Iterator[tuple[Verdict
 def _fell(gains: Sequence[Gain], config: GateConfig) -> Iterator[tuple[Verdict, Reason]]:
     for gain in gains:
         worst = min(range(len(gain.rates)), key=lambda position: gain.rates[position].value)
-        change = gain.rates[worst].value
+        change, over = gain.rates[worst].value, _CALLED[gain.over]
         text = (
-            f"the rate of position {worst} changed by {change:+.3f} against {_CALLED[gain.over]} on {gain.set}, no other"
+            f"the rate of position {worst} changed by {change:+.3f} against {over} on {gain.set}, no other"
             f" by less; {-config.position_tolerance:+.3f} is allowed"
         )
         passed = change >= -config.position_tolerance
