@@ -1,0 +1,171 @@
+"""Preparing 500 prompts, each backend against that engine's bare speed on the same prompts; states against that too.
+
+Transformers' peer is its own `generate` over the same prompts in batches of the same size and like length, vLLM's is
+vLLM's own benchmark client against the same server. Ours is the whole stage, from reading the prompts to the manifest
+on disk, once with hidden states and once without. Questions are GSM8K's where FASTMTP_GSM8K names its JSONL file, word
+problems otherwise; FASTMTP_BENCH_PROMPTS asks fewer. The verifier is the study's where there is one, built otherwise.
+Answers are greedy and end where they end; per output token where two engines' rounding made other answers. Eight
+minutes on two cores; the last lines say which backend is faster here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastmtp.config import DataConfig
+from fastmtp.data.prepare import prepare
+from fastmtp.data.rendering import Renderer
+from fastmtp.data.wordproblems import generate
+from fastmtp.progress import Reporter
+from fastmtp.serving import Launch, Server, serve, vllm_python
+from fastmtp.stage import write_atomic
+from fastmtp.tiny import Recipe, build
+from tests.benchmarks.measure import Metric, metric
+
+ROOT = Path(".bench/prepare")
+STUDY = Path(".bench/study/verifier")
+_LONGEST = 512
+# vLLM's `bench serve`, without its command line, which asks for the metadata of a package of another name.
+_CLIENT = (
+    "import argparse\n"
+    "from vllm.benchmarks.serve import add_cli_args, main\n"
+    "parser = argparse.ArgumentParser()\n"
+    "add_cli_args(parser)\n"
+    "main(parser.parse_args())\n"
+)
+
+# Seconds, and how many tokens were answered.
+Timed = tuple[float, int]
+
+
+def verifier() -> Path:
+    """A small trained verifier."""
+    if not (STUDY / "manifest.json").is_file():
+        with Reporter("preflight", label="verifier") as reporter:
+            build(ROOT / "verifier", Recipe(), reporter)
+        return ROOT / "verifier"
+    return STUDY
+
+
+def questions(count: int) -> list[str]:
+    """So many of GSM8K's, or of our own."""
+    file = os.environ.get("FASTMTP_GSM8K")
+    if not file:
+        return [row["question"] for row in generate(count, seed=77)]
+    lines = Path(file).read_text(encoding="utf-8").splitlines()[:count]
+    return [json.loads(line)["question"] for line in lines]
+
+
+def config_for(prompts: Path, **changes: object) -> DataConfig:
+    """A job's data, with the benchmark's sizes."""
+    values = {"prompts": str(prompts), "max_length": _LONGEST, "max_new_tokens": 128, "batch_size": 64}
+    return DataConfig.model_validate(values | changes)
+
+
+def ours(model: Path, config: DataConfig) -> Timed:
+    """The whole stage."""
+    target = ROOT / "data"
+    shutil.rmtree(target, ignore_errors=True)
+    begun = time.perf_counter()
+    manifest = prepare(model, config, target, Reporter("prepare", quiet=True))
+    seconds = time.perf_counter() - begun
+    assert manifest.summary["rows_answered"] == manifest.summary["rows"], "some answers were there already"
+    return seconds, int(manifest.summary["tokens_supervised"])
+
+
+@torch.inference_mode()
+def plain_generate(model_path: Path, prompts: list[list[int]], config: DataConfig) -> Timed:
+    """Transformers as it comes: load it, sort by length, `generate` batch by batch."""
+    begun = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto").eval()
+    ends = model.generation_config.eos_token_id
+    answered = 0
+    ordered = sorted(prompts, key=len, reverse=True)
+    for place in range(0, len(ordered), config.batch_size):
+        batch = ordered[place : place + config.batch_size]
+        width = len(batch[0])
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in batch])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
+        out = model.generate(
+            input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=config.max_new_tokens, pad_token_id=0
+        )
+        for row in out[:, width:].tolist():
+            answered += row.index(ends) + 1 if ends in row else len(row)
+    return time.perf_counter() - begun, answered
+
+
+def bench_serve(server: Server, model: Path, prompts: list[str], config: DataConfig) -> Timed:
+    """vLLM's own benchmark client; what it says of itself, so that its start does not count."""
+    data, result = (ROOT / "prompts.vllm.jsonl").absolute(), (ROOT / "vllm.json").absolute()
+    result.unlink(missing_ok=True)
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+    arguments = {
+        "backend": "openai", "base-url": server.url, "endpoint": "/v1/completions", "model": server.model,
+        "tokenizer": str(model.absolute()), "dataset-name": "custom", "dataset-path": str(data),
+        "num-prompts": str(len(prompts)), "custom-output-len": str(config.max_new_tokens), "temperature": "0",
+        "max-concurrency": str(config.concurrency), "result-dir": str(result.parent), "result-filename": result.name,
+    }  # fmt: skip
+    words = [word for name, value in arguments.items() for word in (f"--{name}", value)]
+    flags = ["--skip-chat-template", "--disable-shuffle", "--disable-tqdm", "--save-result"]
+    environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    subprocess.run(
+        [str(vllm_python().absolute()), "-c", _CLIENT, *words, *flags],
+        check=True, capture_output=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    found = json.loads(result.read_bytes())
+    assert found["completed"] == len(prompts), found
+    return float(found["duration"]), int(found["total_output_tokens"])
+
+
+def per_token(timed: Timed) -> float:
+    """Milliseconds per answered token."""
+    return 1000 * timed[0] / timed[1]
+
+
+def said(name: str, call: Callable[[], Timed]) -> Timed:
+    """Time a call and say so."""
+    seconds, tokens = call()
+    print(f"  {name}: {seconds:.1f} s, {tokens:,} tokens answered", flush=True)
+    return seconds, tokens
+
+
+def compare(bare: Timed, answers: Timed, states: Timed, backend: str) -> dict[str, Metric]:
+    """A backend's three runs, per answered token."""
+    peer = per_token(bare)
+    return {
+        f"{backend}_answers": metric(per_token(answers), "ms/token", peer=peer, goal=1.1),
+        f"{backend}_answers_and_states": metric(per_token(states), "ms/token", peer=peer, goal=1.4),
+    }
+
+
+def run() -> dict[str, Metric]:
+    ROOT.mkdir(parents=True, exist_ok=True)
+    model = verifier()
+    asked = questions(int(os.environ.get("FASTMTP_BENCH_PROMPTS", "500")))
+    file = ROOT / "prompts.jsonl"
+    write_atomic(file, "".join(json.dumps({"question": question}) + "\n" for question in asked).encode())
+    renderer = Renderer.of(model)
+    prompts = [renderer.prompt_ids([{"role": "user", "content": question}]) for question in asked]
+    config = config_for(file, backend="transformers")
+    online = config_for(file, backend="transformers", hidden_states="online")
+    bare = said("generate", lambda: plain_generate(model, prompts, config))
+    answers = said("transformers, answers", lambda: ours(model, online))
+    states = said("transformers, answers and states", lambda: ours(model, config))
+    found = compare(bare, answers, states, "transformers")
+    launch = Launch(checkpoint=model, max_model_len=_LONGEST, dtype="auto")
+    with serve(launch, ROOT / "vllm.log") as server:
+        texts = [renderer.tokenizer.decode(ids) for ids in prompts]
+        served = config_for(file, server=server.url)
+        bare = said("vLLM's client", lambda: bench_serve(server, model, texts, config))
+        states = said("vllm, answers and states", lambda: ours(model, served))
+    found |= {"vllm_answers_and_states": metric(per_token(states), "ms/token", peer=per_token(bare), goal=1.4)}
+    return found
