@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from fastmtp.cache import SETTING, hold, lock_of, make_room, models_directory
 from fastmtp.errors import CheckpointError, InputError, IntegrityError
 from fastmtp.fetching import Fetching, Source, read_record
 from fastmtp.files import is_hub
-from fastmtp.hashing import cache_directory
 from fastmtp.progress import Reporter
 from fastmtp.stage import digest_of
 from fastmtp.storage import latest, manifest_of
@@ -112,11 +112,17 @@ def manifest_for(source: Source) -> dict[str, Any]:
 
 
 def cached_model(uri: str, reporter: Reporter, allow: Allow | None = None) -> Path:
-    """A directory of this machine's cache with the model at `uri`, fetched where it is not there yet."""
+    """A directory of this machine's cache with the model at `uri`, fetched where it is not there yet.
+
+    It stays at least as long as this process.
+    """
     source = find(uri)
     identity = source.version or digest_of([[entry["name"], entry["stamp"]] for entry in source.entries])
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", source.uri.partition("://")[2]).strip("-.")[-80:]
-    target = cache_directory() / "models" / f"{slug}-{digest_of([source.uri, identity])[:12]}"
+    target = models_directory() / f"{slug}-{digest_of([source.uri, identity])[:12]}"
+    hold(target)
+    for gone in make_room(target, source.nbytes):
+        reporter.say(f"{gone} was removed, so that {SETTING} is kept")
     with explained(uri, "/model", CheckpointError):
         fetch(source, target, reporter, allow=allow)
     return target
@@ -165,7 +171,7 @@ def _untouched(path: Path, entry: dict[str, Any]) -> bool:
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
     """One process at a time. The lock's file stays: removing it would let two in."""
-    descriptor = os.open(directory.with_name(f".{directory.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(lock_of(directory), os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from fastmtp.errors import InputError, IntegrityError
 from fastmtp.hashing import remember, sha256_cached
 from fastmtp.progress import Reporter
+from fastmtp.ranges import PART, Ranges
 from fastmtp.stage import fsync_path, sha256_file, write_atomic
 from fastmtp.stores.base import ObjectInfo, Readable, locate, open_store
 from fastmtp.table import size
 
 # Hidden, so that no loader takes it for a part of the model.
 RECORD = ".fastmtp-source.json"
-_PART = 16 << 20
 _FILES_AT_ONCE = 2
 
 
@@ -47,6 +47,10 @@ def read_record(directory: Path) -> dict[str, Any] | None:
         if isinstance(found, dict) and isinstance(found.get("files"), list):
             return found
     return None
+
+
+def _on_disk(path: Path) -> int:
+    return path.stat().st_blocks * 512 if path.is_file() else 0
 
 
 class Fetching:
@@ -83,7 +87,8 @@ class Fetching:
         return self.counts
 
     def _require_room(self) -> None:
-        free, there = shutil.disk_usage(self.partial).free, sum(one.stat().st_size for one in self.partial.iterdir())
+        # What is there of a file that is not whole takes less than its size says.
+        free, there = shutil.disk_usage(self.partial).free, sum(_on_disk(one) for one in self.partial.rglob("*"))
         if self.source.nbytes > free + there:
             raise InputError(
                 f"{self.directory.parent} has {size(free)} free, {self.source.uri} has {size(self.source.nbytes)}.",
@@ -139,32 +144,49 @@ class Fetching:
 
     def _download(self, store: Readable, key: str, info: ObjectInfo, target: Path, sha256: str | None) -> None:
         temporary = target.with_name(f".{target.name}.part")
-        with temporary.open("wb") as file:
+        there = Ranges(temporary, info)
+        if sha256 is None:
+            # Nothing would show that what a killed run noted never reached the disk.
+            there.forget()
+        resumed = bool(there.done)
+        with temporary.open("r+b" if resumed else "wb") as file, there.noting():
             file.truncate(info.size)
-
-            def part(begin: int) -> None:
-                end = min(begin + _PART, info.size)
-                data = store.read(key, begin, end, stamp=info.stamp)
-                if os.pwrite(file.fileno(), data, begin) != end - begin:
-                    raise IntegrityError(f"{store.uri(key)} gave {len(data)} of {end - begin} bytes at {begin}.")
-                self._advance(len(data))
-
-            pool = ThreadPoolExecutor(store.settings.workers)
-            try:
-                for done in [pool.submit(part, begin) for begin in range(0, info.size, _PART)]:
-                    done.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+            self._read_parts(store, key, info, file.fileno(), there)
             os.fsync(file.fileno())
         found = sha256_file(temporary)
         if sha256 is not None and found != sha256:
+            there.forget()
             temporary.unlink()
+            if resumed:
+                self._advance(-info.size)
+                return self._download(store, key, info, target, sha256)
             raise IntegrityError(f"{store.uri(key)} is not what its manifest says.")
         temporary.replace(target)
+        there.forget()
         remember(target, found)
         with self.lock:
             self.counts["fetched"] += 1
             self.counts["bytes_fetched"] += info.size
+        return None
+
+    def _read_parts(self, store: Readable, key: str, info: ObjectInfo, descriptor: int, there: Ranges) -> None:
+        """Every part of an object that is not there yet, several at once, each to its place in the file."""
+
+        def part(number: int) -> None:
+            begin, end = number * PART, min((number + 1) * PART, info.size)
+            if number not in there.done:
+                data = store.read(key, begin, end, stamp=info.stamp)
+                if os.pwrite(descriptor, data, begin) != end - begin:
+                    raise IntegrityError(f"{store.uri(key)} gave {len(data)} of {end - begin} bytes at {begin}.")
+                there.note(number)
+            self._advance(end - begin)
+
+        pool = ThreadPoolExecutor(store.settings.workers)
+        try:
+            for done in [pool.submit(part, number) for number in range(-(-info.size // PART))]:
+                done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _advance(self, count: int) -> None:
         with self.lock:

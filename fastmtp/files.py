@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastmtp.errors import CheckpointError, UnreachableError, UnreadableError
 
@@ -119,6 +119,7 @@ class S3Files:
         # An endpoint that is not there is found out in seconds.
         with self._explained(self.name):
             self._client = s3_client(attempts=3, connect_timeout=5, read_timeout=10)
+        self._stamps: dict[str, str] = {}
         # Set by `list` where this is a published version, whose manifest says what is there.
         self._version: Files | None = None
 
@@ -140,10 +141,14 @@ class S3Files:
             return self._version.list()
         if not found:
             raise CheckpointError(f"{self.name} holds nothing.", mend="Name the checkpoint's prefix.", pointer="/model")
+        self._stamps = {name: info.stamp for name, info in found.items() if info.stamp}
         return dict(sorted(found.items()))
 
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """One ranged GET. boto3 tries again only before the first byte; this does so too where a body breaks off."""
+        """One ranged GET, of the object that was listed and no other under its name.
+
+        boto3 tries again only before the first byte; this does so too where a body breaks off.
+        """
         if begin == end:
             return b""
         if self._version:
@@ -151,7 +156,7 @@ class S3Files:
         path, wanted, data = f"{self.name}/{name}", f"bytes={begin}-{end - 1}", b""
         with self._explained(path):
             for last in (False, False, True):
-                answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, Range=wanted)
+                answer = self._get(name, wanted)
                 with contextlib.closing(answer["Body"]) as body, _broken_off(raised=last):
                     if answer["ContentLength"] > end - begin:
                         what = f"{path}: the store sends all of it where a part was asked for."
@@ -162,6 +167,25 @@ class S3Files:
                 if len(data) == end - begin:
                     break
         return whole(path, data, begin, end)
+
+    def _get(self, name: str, wanted: str) -> Any:  # noqa: ANN401 - boto3 is untyped
+        from botocore.exceptions import ClientError
+
+        from fastmtp.stores.base import status_of
+
+        stamp, place = self._stamps.get(name), {"Bucket": self._bucket, "Key": self._prefix + name}
+        changed = UnreadableError(f"{self.name}/{name} changed while it was read.", mend="Try again.", pointer="/model")
+        try:
+            answer = self._client.get_object(**place, Range=wanted, **({"IfMatch": f'"{stamp}"'} if stamp else {}))
+        except ClientError as error:
+            if stamp and status_of(error) == 412:
+                raise changed from error
+            raise
+        # Some stores mind no conditions.
+        if stamp and answer.get("ETag", stamp).strip('"') != stamp:
+            answer["Body"].close()
+            raise changed
+        return answer
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:

@@ -15,10 +15,11 @@ from typing import Protocol, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, NoCredentialsError
 
-from fastmtp.errors import DestinationError, InputError
+from fastmtp.errors import DestinationError, InputError, IntegrityError
 from fastmtp.stores.settings import StoreSettings
 
 BLOCK = 8 << 20
+_MOVES = 5
 ERRORS = (BotoCoreError, ClientError, OSError)
 _CREDENTIALS = {
     "ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId",
@@ -30,6 +31,10 @@ OnBytes = Callable[[int], None]
 
 class Conflict(Exception):
     """A conditional write found something else there. Never leaves the stores' callers."""
+
+
+class Changed(IntegrityError):
+    """An object is another one than when it was looked at."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,10 @@ class Readable(Protocol):
     def head(self, key: str) -> ObjectInfo | None: ...
 
     def read(self, key: str, begin: int, end: int, *, stamp: str | None = None) -> bytes:
-        """Bytes `begin` to `end`, fewer at the object's end; with `stamp` only while the object is still that one."""
+        """Bytes `begin` to `end`, fewer at the object's end; with `stamp` only while the object is still that one.
+
+        Raises Changed where it is another.
+        """
 
 
 class Store(Readable, Protocol):
@@ -158,9 +166,14 @@ def sha256_of(store: Readable, key: str, info: ObjectInfo, on_bytes: OnBytes = l
 
 
 def whole(store: Readable, key: str) -> bytes | None:
-    """A small object, all of it; None where there is none."""
-    info = store.head(key)
-    return None if info is None else b"".join(blocks(store, key, info))
+    """A small object, all of it; None where there is none. Pointers move: one that does so meanwhile is read again."""
+    for _ in range(_MOVES):
+        info = store.head(key)
+        if info is None:
+            return None
+        with contextlib.suppress(Changed):
+            return b"".join(blocks(store, key, info))
+    raise Changed(f"{store.uri(key)} is changed again and again while it is read.")
 
 
 @contextlib.contextmanager

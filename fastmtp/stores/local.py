@@ -13,7 +13,7 @@ from pathlib import Path
 from fastmtp.copying import link
 from fastmtp.errors import IntegrityError
 from fastmtp.stage import fsync_path, sha256_file
-from fastmtp.stores.base import BLOCK, Conflict, ObjectInfo, OnBytes, Unfinished
+from fastmtp.stores.base import BLOCK, Changed, Conflict, ObjectInfo, OnBytes, Unfinished
 from fastmtp.stores.settings import StoreSettings
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.publishing")
@@ -51,7 +51,7 @@ class FileStore:
         path = self._root / key
         with path.open("rb") as file:
             if stamp is not None and _stamp(os.fstat(file.fileno())) != stamp:
-                raise OSError(f"{path} changed while it was read")
+                raise Changed(f"{path} changed while it was read. Try again.")
             file.seek(begin)
             return file.read(end - begin)
 

@@ -25,13 +25,13 @@ class Pace:
             self._free_at = now + wait + count / self.limit
         time.sleep(wait)
 
-    def body(self, data: bytes) -> bytes | io.BytesIO:
+    def body(self, data: bytes | bytearray) -> bytes | bytearray | io.BytesIO:
         """`data` as what a request sends: read block by block where there is a limit."""
         return data if self.limit is None else _Paced(data, self)
 
 
 class _Paced(io.BytesIO):
-    def __init__(self, data: bytes, pace: Pace) -> None:
+    def __init__(self, data: bytes | bytearray, pace: Pace) -> None:
         super().__init__(data)
         self._pace = pace
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def md5(data: bytes) -> str:
+def md5(data: bytes | bytearray) -> str:
     """For comparing with what a store says, not for security."""
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 

@@ -25,6 +25,7 @@ from botocore.exceptions import (
 
 from fastmtp.stores import parts
 from fastmtp.stores.base import (
+    Changed,
     Conflict,
     ObjectInfo,
     OnBytes,
@@ -144,9 +145,8 @@ class S3Store:
     def read(self, key: str, begin: int, end: int, *, stamp: str | None = None) -> bytes:
         if begin >= end:
             return b""
-        condition = {} if stamp is None else {"IfMatch": f'"{stamp}"'}
         for attempt in range(_READS):
-            answer = self.call("get_object", Key=self.full(key), Range=f"bytes={begin}-{end - 1}", **condition)
+            answer = self._get(key, begin, end, stamp)
             try:
                 data: bytes = answer["Body"].read()
             except _BROKEN_OFF:
@@ -156,6 +156,20 @@ class S3Store:
             else:
                 return data
         raise AssertionError
+
+    def _get(self, key: str, begin: int, end: int, stamp: str | None) -> Any:  # noqa: ANN401
+        condition = {} if stamp is None else {"IfMatch": f'"{stamp}"'}
+        try:
+            answer = self.call("get_object", Key=self.full(key), Range=f"bytes={begin}-{end - 1}", **condition)
+        except ClientError as error:
+            if status_of(error) != 412:
+                raise
+            raise Changed(f"{self.uri(key)} changed while it was read. Try again.") from error
+        # Some stores mind no conditions.
+        if stamp is not None and answer.get("ETag", stamp).strip('"') != stamp:
+            answer["Body"].close()
+            raise Changed(f"{self.uri(key)} changed while it was read. Try again.")
+        return answer
 
     def put(self, key: str, data: bytes, *, only_if: str | None = None) -> None:
         condition = {} if only_if is None else {"IfMatch": f'"{only_if}"'} if only_if else {"IfNoneMatch": "*"}

@@ -58,7 +58,7 @@ class StoreSettings:
 
         def number(name: str) -> int | None:
             value = get(name)
-            return None if value is None else _bytes(f"FASTMTP_S3_{name}", value)
+            return None if value is None else bytes_of(f"FASTMTP_S3_{name}", value)
 
         addressing = get("ADDRESSING") or "auto"
         if addressing not in ("auto", "path", "virtual"):
@@ -111,7 +111,7 @@ class StoreSettings:
         return part
 
 
-def _bytes(name: str, value: str) -> int:
+def bytes_of(name: str, value: str) -> int:
     """A number of bytes such as 64MiB, 200M or 1000000."""
     found = re.fullmatch(r"([0-9]+)\s*([KMG]I?)?B?", value.strip().upper())
     if not found or not int(found[1]):
