@@ -21,9 +21,18 @@ from fastmtp.evaluation import further
 from fastmtp.evaluation import report as reports
 from fastmtp.evaluation.comparable import require_comparable
 from fastmtp.evaluation.gate import judge
-from fastmtp.evaluation.measure import Measured, Prompts, gain
+from fastmtp.evaluation.measure import Prompts, gain
 from fastmtp.evaluation.promptsets import load_sets, max_model_len
-from fastmtp.evaluation.report import EvaluationReport, Gain, Head, PromptSet, Timings
+from fastmtp.evaluation.report import (
+    Acceptance,
+    EvaluationReport,
+    Gain,
+    Gate,
+    Head,
+    Losslessness,
+    PromptSet,
+    Timings,
+)
 from fastmtp.evaluation.session import Session
 from fastmtp.extract import fingerprint
 from fastmtp.progress import Reporter
@@ -55,8 +64,6 @@ def evaluate(
     begun = time.monotonic()
     sets, warnings = load_sets(heads["base"], config)
     fingerprints = {name: fingerprint(open_checkpoint(path)) for name, path in heads.items()}
-    for warning in warnings:
-        reporter.say(f"warning: {warning}")
     logs = target.with_name(f"{target.name}-logs")
     session = Session(
         heads, urls or {}, sets, config, logs, max_model_len(sets, config), gate.confidence, reporter
@@ -86,17 +93,16 @@ def _evaluate(
     walked = further.cross_check(session, reporter)
     sweeps = further.sweeps(session, walked)
     speed = further.speed(session, reporter)
-    gains = _gains(session, gate)
-    deciding = [found.figures for found in session.found.values() if _decides(found, config)]
-    decision = judge(deciding, [one for one in gains if one.temperature == config.temperatures[0]], compared, gate)
+    gains = gains_of(session, gate)
+    figures = _ordered(session)
     report = EvaluationReport(
         model=str(session.heads["base"]), heads=dict(fingerprints),
         sets={prompts.name: _described(prompts, config) for prompts in session.sets},
-        confidence=gate.confidence, vllm=deciding[0].vllm, fastmtp=fastmtp.__version__, hardware=_hardware(),
+        confidence=gate.confidence, vllm=figures[0].vllm, fastmtp=fastmtp.__version__, hardware=_hardware(),
         created=datetime.now(UTC).isoformat(timespec="seconds"), servers=session.servers,
-        acceptance=_ordered(session), gains=gains, sweeps=sweeps, lossless=compared, reference=walked,
-        speed=speed, gate=decision,
-        warnings=session.warnings, timings=_timings(session, begun),
+        acceptance=figures, gains=gains, sweeps=sweeps, lossless=compared, reference=walked,
+        speed=speed, gate=decide(session, gains, compared, gate), warnings=session.warnings,
+        timings=_timings(session, begun),
     )  # fmt: skip
     for warning in session.warnings:
         reporter.say(f"warning: {warning}")
@@ -104,34 +110,36 @@ def _evaluate(
     return _summary(report, session)
 
 
-def _gains(session: Session, gate: GateConfig) -> list[Gain]:
-    """Of `tuned` over every other head, for each set, temperature and K that both were measured with."""
+def gains_of(session: Session, gate: GateConfig) -> list[Gain]:
+    """Of `tuned` over every other head, for each set, temperature and K that both were measured with.
+
+    Those that the gate decides on come first.
+    """
     gains = []
     for (head, name, temperature, k), after in session.found.items():
-        if head != "tuned":
-            continue
-        for other in session.heads:
+        for other in session.heads if head == "tuned" else ():
             before = session.found.get((other, name, temperature, k))
             if other != "tuned" and before is not None:
                 require_comparable(after.figures, before.figures)
                 gains.append(gain(after, before, gate.confidence))
-    # The gate decides on the job's own K; what the sweep adds is for people.
-    own = session.config.num_speculative_tokens
-    return sorted(gains, key=lambda one: one.num_speculative_tokens != own)
+    return sorted(gains, key=lambda one: not _decides(one, session.config))
 
 
-def _decides(found: Measured, config: EvaluateConfig) -> bool:
+def decide(session: Session, gains: Sequence[Gain], compared: Sequence[Losslessness], gate: GateConfig) -> Gate:
+    """The gate's decision, on figures at the first temperature and the job's own K."""
+    figures = [found.figures for found in session.found.values() if _decides(found.figures, session.config)]
+    return judge(figures, [one for one in gains if _decides(one, session.config)], compared, gate)
+
+
+def _decides(found: Acceptance | Gain, config: EvaluateConfig) -> bool:
     """Whether the gate decides on these figures."""
-    figures = found.figures
-    return (figures.temperature, figures.num_speculative_tokens) == (
-        config.temperatures[0], config.num_speculative_tokens,
-    )  # fmt: skip
+    return (found.temperature, found.num_speculative_tokens) == (config.temperatures[0], config.num_speculative_tokens)
 
 
-def _ordered(session: Session) -> list[reports.Acceptance]:
+def _ordered(session: Session) -> list[Acceptance]:
     """All figures, those that the gate decides on first."""
-    found = sorted(session.found.values(), key=lambda one: not _decides(one, session.config))
-    return [one.figures for one in found]
+    figures = [found.figures for found in session.found.values()]
+    return sorted(figures, key=lambda one: not _decides(one, session.config))
 
 
 def _described(prompts: Prompts, config: EvaluateConfig) -> PromptSet:

@@ -19,15 +19,18 @@ def load_sets(model: Path, config: EvaluateConfig) -> tuple[list[Prompts], list[
     """Read and render every set.
 
     Returns:
-        The sets in the job's order, and a sentence for each that lost prompts: too long for the model, or refused by
-        its chat template.
+        The sets in the job's order, and warnings: a sentence for each set that lost prompts, too long for the model or
+        refused by its chat template, and one where prefix caching may spoil answers.
 
     Raises:
         DataError: a set has no usable prompt.
     """
     renderer = Renderer.of(model, config.template_args)
-    room = _positions(model) - beyond(config)
+    shape = text_config(open_checkpoint(model).config)
+    room = int(shape.get("max_position_embeddings") or 1 << 40) - beyond(config)
     found, warnings = [], []
+    if config.prefix_caching and "linear_attention" in (shape.get("layer_types") or ()):
+        warnings.append("Prefix caching is on: with MTP on hybrid models vLLM has given wrong answers under it.")
     for name, source in config.sets.items():
         conversations = first_conversations(config.reading(source), config.num_prompts)
         rejected: Counter[str] = Counter()
@@ -63,8 +66,3 @@ def beyond(config: EvaluateConfig) -> int:
 def max_model_len(sets: list[Prompts], config: EvaluateConfig) -> int:
     """What vLLM is started with: the longest prompt, its answer and a draft."""
     return max(len(ids) for prompts in sets for ids in prompts.ids) + beyond(config)
-
-
-def _positions(model: Path) -> int:
-    """Positions that a model has; as good as endless where its config does not say."""
-    return int(text_config(open_checkpoint(model).config).get("max_position_embeddings") or 1 << 40)

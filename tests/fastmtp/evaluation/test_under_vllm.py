@@ -103,16 +103,34 @@ def evaluated(verifier: Path, base: Server, tuned: Server, checkpoint: Path, out
 
 
 def served(verifier: Path, base: Server, checkpoint: Path, place: Path) -> EvaluationReport:
-    """The report of an evaluation of a checkpoint on a server of its own."""
+    """The report of an evaluation of a checkpoint on a server of its own.
+
+    That server is left after its first process was killed: its engine, which is in no group of ours, must end as well.
+    """
+    before = running()
     launch = Launch(checkpoint=checkpoint, max_model_len=ROOM, num_speculative_tokens=K)
     with serve(launch, place / "vllm.log") as tuned:
-        return evaluated(verifier, base, tuned, checkpoint, place / "evaluation")
+        report = evaluated(verifier, base, tuned, checkpoint, place / "evaluation")
+        port = tuned.url.rpartition(":")[2]
+        (first,) = (one for pid in running() - before if port in (one := psutil.Process(pid)).cmdline())
+        first.kill()
+    assert running() <= before
+    return report
 
 
 def test_what_runs_is_read_back(base: Server) -> None:
     assert base.effective == ("0.32.0", "mtp", K, False)
     assert base.left_out() == [] and base.start_seconds > 1
     assert connect(base.url).effective == ("0.32.0", None, K, None)
+
+
+def test_a_server_with_another_k_is_refused(half_trained: Path, base: Server, tmp_path: Path) -> None:
+    urls = {"base": base.url, "tuned": base.url}
+    heads: dict[Any, Path] = {"base": half_trained, "tuned": half_trained}
+    other = config(half_trained, num_speculative_tokens=2)
+    with pytest.raises(ServingError, match=r"drafts 3 tokens per step; 2 are asked of base"):
+        evaluate(heads, other, GateConfig(), tmp_path / "e", Reporter("evaluate", quiet=True), urls=urls)
+    assert not (tmp_path / "e").exists()
 
 
 def test_the_verifier_against_itself_gains_nothing(half_trained: Path, base: Server, tmp_path: Path) -> None:
