@@ -134,7 +134,7 @@ class _Client:
 
     def __init__(self, directory: Path, config: SpeedConfig, max_tokens: int, temperature: float) -> None:
         self._directory, self._config = directory, config
-        self._body = {"max_tokens": max_tokens, "temperature": temperature, "seed": 0, "add_special_tokens": False}
+        self._body = {"max_tokens": max_tokens, "temperature": temperature, "add_special_tokens": False}
         self.shown: list[str] = []
 
     def run(self, wanted: Wanted) -> list[SpeedRun]:
@@ -154,12 +154,13 @@ class _Client:
     def _words(self, arm: Arm, server: Server, concurrency: int, number: int) -> list[str]:
         # Without a tokenizer prompts go as they are, as token ids; how long answers may be then stands in the body, and
         # latencies are left to us, from what it saw of each request.
+        body = self._body | ({"seed": 0} if server.seeds else {})
         return [
             "--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions", "--model", server.model,
             "--skip-tokenizer-init", "--dataset-name", "custom", "--dataset-path",
             str(self._directory / "prompts.jsonl"), "--disable-shuffle", "--num-prompts", str(self._config.num_prompts),
             "--max-concurrency", str(concurrency), "--num-warmups", str(_WARM), "--disable-tqdm",
-            "--extra-body", json.dumps(self._body), "--save-result", "--save-detailed", "--result-dir",
+            "--extra-body", json.dumps(body), "--save-result", "--save-detailed", "--result-dir",
             str(self._directory), "--result-filename", _result(arm, concurrency, number),
         ]  # fmt: skip
 
