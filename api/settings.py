@@ -38,7 +38,7 @@ class Settings(BaseSettings):
     allowed_destinations: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         validation_alias=_names("allowed_destinations", "FASTMTP_ALLOWED_DESTINATIONS"),
-        description="Where jobs may publish: s3:// or file:// prefixes, by comma. None unless set.",
+        description="Where jobs may publish: s3://, file:// or hf:// prefixes, by comma. None unless set.",
     )
     allowed_servers: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
