@@ -83,12 +83,12 @@ def config(verifier: Path, **other: object) -> EvaluateConfig:
 def changed(verifier: Path, target: Path, change: Change) -> Path:
     """A copy of a checkpoint with another head."""
     shutil.copytree(verifier, target)
-    weight_map = json.loads((target / INDEX).read_text())["weight_map"]
-    for name in set(weight_map.values()):
-        tensors = load_file(target / name)
-        head = {key: tensor for key, tensor in tensors.items() if key.startswith("mtp.")}
-        if head:
-            save_file(tensors | change(head), target / name, {"format": "pt"})
+    names = set(json.loads((target / INDEX).read_text())["weight_map"].values())
+    files = {name: load_file(target / name) for name in names}
+    head = {key: tensor for found in files.values() for key, tensor in found.items() if key.startswith("mtp.")}
+    other = head | change(head)
+    for name, found in files.items():
+        save_file({key: other.get(key, tensor) for key, tensor in found.items()}, target / name, {"format": "pt"})
     return target
 
 
