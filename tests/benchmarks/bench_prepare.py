@@ -25,7 +25,7 @@ from fastmtp.data.prepare import prepare
 from fastmtp.data.rendering import Renderer
 from fastmtp.data.wordproblems import generate
 from fastmtp.progress import Reporter
-from fastmtp.serving import Launch, Server, serve, vllm_python
+from fastmtp.serving import Launch, Request, Server, serve, vllm_python
 from fastmtp.stage import write_atomic
 from fastmtp.tiny import Recipe, build
 from tests.benchmarks.measure import Metric, metric
@@ -33,6 +33,7 @@ from tests.benchmarks.measure import Metric, metric
 ROOT = Path(".bench/prepare")
 STUDY = Path(".bench/study/verifier")
 _LONGEST = 512
+_WARM = 16  # prompts that each engine answers before it is timed
 # vLLM's `bench serve`, without its command line, which asks for the metadata of a package of another name.
 _CLIENT = (
     "import argparse\n"
@@ -164,11 +165,13 @@ def run() -> dict[str, Metric]:
     renderer = Renderer.of(model)
     prompts = [renderer.prompt_ids([{"role": "user", "content": question}]) for question in asked]
     config = config_for(file, backend="transformers")
+    plain_generate(model, prompts[:_WARM], config)
     bare = plain_generate(model, prompts, config)
     found = compare("transformers", bare, ours(model, config))
     with serve(Launch(checkpoint=model, max_model_len=_LONGEST, dtype="auto"), ROOT / "vllm.log") as server:
         texts = [renderer.tokenizer.decode(ids) for ids in prompts]
         served = config_for(file, server=server.url)
+        server.generate([Request(ids, 64) for ids in prompts[:_WARM]], served.sampling, _WARM)
         bare = bench_serve(server, model, texts, served)
         found |= compare("vllm", bare, ours(model, served))
     ways = {name: found[f"{name}_answers_and_states"]["ours"] for name in ("transformers", "vllm")}

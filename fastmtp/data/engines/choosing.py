@@ -43,7 +43,7 @@ class Backend:
         yield LocalEngine(
             loader.get, ends=set(renderer.ends), pad=min(renderer.ends) if pad is None else int(pad),
             sampling=self.config.sampling, batch_size=self.config.batch_size,
-            capture=self.config.hidden_states == "stored",
+            capture=self.config.hidden_states == "stored", patient=self.config.offload is True,
         )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def choose(config: DataConfig) -> Backend:
     if config.backend == "transformers":
         return Backend("transformers", "data.backend says so", config)
     if not torch.cuda.is_available():
-        return Backend("transformers", "there is no GPU, and on a CPU it is the faster one in large batches", config)
+        return Backend("transformers", "there is no GPU", config)
     try:
         vllm_python()
     except InputError:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fastmtp.config import SamplingConfig
 from fastmtp.data.answers import OnAnswer
 from fastmtp.data.engines.loading import Loaded
+from fastmtp.errors import DataError
 from fastmtp.servers.client import Answer, Request
 
 # A batch shrinks once an eighth of it has ended: moving the caches costs something too.
@@ -30,6 +31,7 @@ class LocalEngine:
         ends: tokens that end an answer.
         pad: token that fills up prompts on the left.
         capture: hand on the states of prompt and answer.
+        patient: answer also where the verifier does not fit, and every token reads it from disk.
     """
 
     def __init__(
@@ -41,14 +43,21 @@ class LocalEngine:
         sampling: SamplingConfig,
         batch_size: int,
         capture: bool,
+        patient: bool = False,
     ) -> None:
         self.name = f"transformers, {batch_size} at once"
         self._load, self._ends, self._pad = load, ends, pad
-        self._sampling, self._batch_size, self._capture = sampling, batch_size, capture
+        self._sampling, self._batch_size, self._capture, self._patient = sampling, batch_size, capture, patient
 
     def start(self) -> None:
-        """Load the verifier. Raises DataError where it does not fit."""
-        self._load()
+        """Load the verifier. Raises DataError where it does not fit, unless that was asked for."""
+        loaded = self._load()
+        if loaded.offloaded and not self._patient:
+            raise DataError(
+                f"The verifier does not fit: for every token it would be read from disk ({loaded.where}).",
+                mend="Let vLLM answer (data.backend, data.server), or say data.offload: true to wait for it.",
+                pointer="/data/backend",
+            )
 
     @torch.inference_mode()
     def answer(self, requests: Sequence[Request], on_answer: OnAnswer) -> None:

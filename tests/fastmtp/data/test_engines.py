@@ -39,10 +39,17 @@ def requests_of(count: int, room: int = 40) -> list[Request]:
 
 
 def ask(
-    verifier: Loaded, requests: list[Request], *, batch: int = 8, capture: bool = True, **sampling: float
+    verifier: Loaded,
+    requests: list[Request],
+    *,
+    batch: int = 8,
+    capture: bool = True,
+    patient: bool = False,
+    **sampling: float,
 ) -> dict[int, tuple[Answer, Tensor | None]]:
     engine = LocalEngine(
-        lambda: verifier, ends=ENDS, pad=0, sampling=SamplingConfig(**sampling), batch_size=batch, capture=capture
+        lambda: verifier, ends=ENDS, pad=0, sampling=SamplingConfig(**sampling), batch_size=batch, capture=capture,
+        patient=patient,
     )  # fmt: skip
     found: dict[int, tuple[Answer, Tensor | None]] = {}
 
@@ -177,7 +184,9 @@ def test_a_verifier_that_does_not_fit_gives_the_same_states(checkpoint: Path, tm
         assert resident <= limit
         for found, states in zip(forward_states(loaded, rows, 64), expected, strict=True):
             assert torch.equal(found, states)
-    assert list(ask(none, requests_of(2, 8)).items()) != []
+    with pytest.raises(DataError, match="for every token it would be read from disk"):
+        ask(few, requests_of(2, 8))
+    assert len(ask(none, requests_of(2, 8), patient=True)) == 2
 
 
 def test_a_verifier_that_does_not_fit_is_refused_where_it_may_not_be_offloaded(

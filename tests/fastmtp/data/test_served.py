@@ -143,7 +143,7 @@ def test_who_answers_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         return backend.name, backend.why
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert chosen() == ("transformers", "there is no GPU, and on a CPU it is the faster one in large batches")
+    assert chosen() == ("transformers", "there is no GPU")
     assert chosen(server="http://localhost:1")[0] == "vllm"
     assert chosen(backend="transformers") == ("transformers", "data.backend says so")
     monkeypatch.setattr("fastmtp.data.engines.choosing.vllm_python", lambda: Path("python"))
