@@ -175,7 +175,7 @@ class _ObjectFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill the buffer by one request. Raises DataError."""
+        """Fill the buffer by one request. Raises DataError; IntegrityError where the object is another one by now."""
         end = min(self._at + len(buffer), self._info.size)
         with explained(self._store.uri(self._key), "", DataError):
             data = self._store.read(self._key, self._at, end, stamp=self._info.stamp)

@@ -18,7 +18,7 @@ from fastmtp import storage
 from fastmtp.data.sources import lines
 from fastmtp.data.sources.opening import list_files, open_source
 from fastmtp.data.sources.places import glob_pattern
-from fastmtp.errors import DataError
+from fastmtp.errors import DataError, IntegrityError
 from fastmtp.stores.s3 import S3Store
 from tests.conftest import S3Server
 from tests.fastmtp.test_storage import make_bucket, use
@@ -135,7 +135,7 @@ def test_an_object_that_changes_meanwhile_is_not_read_on(
     next(found)
     client.put_object(Bucket="models", Key=key, Body=TEXT * 40_001)
     client.close()
-    with pytest.raises(DataError, match="(?i)precondition"):
+    with pytest.raises(IntegrityError, match="changed while it was read"):
         list(found)
 
 
