@@ -7,6 +7,7 @@ the last test kills it while it answers.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import threading
@@ -40,12 +41,23 @@ ROOM = 256
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
+_OURS = "FASTMTP_TEST_PROCESS"  # whatever else serves on this machine is not looked at
+
+
+@pytest.fixture(scope="module", autouse=True)
+def marked() -> Iterator[None]:
+    """All that this module starts carries a mark of its own."""
+    os.environ[_OURS] = str(os.getpid())
+    yield
+    del os.environ[_OURS]
+
+
 def running() -> set[int]:
-    """Processes of vLLM, by the marks that children of ours carry."""
+    """Processes of vLLM that were started here, by the mark that they carry."""
     found = set()
     for process in psutil.process_iter():
         try:
-            if procs.MARKER in process.environ() and "vllm" in " ".join(process.cmdline()).lower():
+            if process.environ().get(_OURS) == str(os.getpid()) and "vllm" in " ".join(process.cmdline()).lower():
                 found.add(process.pid)
         except (psutil.Error, OSError):
             continue
