@@ -26,6 +26,7 @@ from fastmtp.data.engines.choosing import Backend, choose
 from fastmtp.data.engines.loading import Loader
 from fastmtp.data.online import write_ids
 from fastmtp.data.prompts import read_conversations, select
+from fastmtp.data.selection import EVALUATED
 from fastmtp.data.rendering import Rejected, Renderer
 from fastmtp.data.shards import Verifier, bytes_of
 from fastmtp.data.states import COMPARED_ROWS, own_share, require_agreement, state_source
@@ -258,9 +259,11 @@ class _Preparation:
     def _require_rows(self, rows: Sequence[_Row]) -> None:
         if not any(entry.split == "train" for entry, _ in rows):
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._rejected.most_common())
+            measured = self._rejected[EVALUATED] > self._rejected.total() / 2
             raise DataError(
                 f"{', '.join(self._config.sources)}: no row is left to train on ({reasons or 'all are held out'}).",
-                mend="Give more prompts, or raise data.max_length.", pointer="/data/prompts",
+                mend="Name other prompts in data.prompts or evaluate.prompts." if measured
+                else "Give more prompts, or raise data.max_length.", pointer="/data/prompts",
             )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from fastmtp.config import DataConfig
 from fastmtp.data.conversations import Conversation, prefix_keys
 
 Split = Literal["train", "holdout"]
+EVALUATED = "in the evaluation set"  # the reason why a conversation is left out
 
 
 def select(
@@ -71,7 +72,7 @@ def _usable(
     roots = frozenset(evaluated)
     for one in conversations:
         if one.root in roots:
-            rejected["in the evaluation set"] += 1
+            rejected[EVALUATED] += 1
         elif config.responses == "keep" and not _answered(one, config):
             rejected["no answer was recorded"] += 1
         else:

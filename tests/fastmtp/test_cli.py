@@ -38,11 +38,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(model: Path, tmp_path: Path) -> dict[str, Any]:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "count to {n}"}}\n' for n in range(8)))
+    (tmp_path / "test.jsonl").write_text('{"prompt": "count backwards"}\n')
     return {
         "model": str(model),
         "data": {"prompts": str(prompts), "max_new_tokens": 8, "holdout": 0.2},
         "train": {"epochs": 1, "batch_tokens": 64, "allow_untrained_head": True},
-        "evaluate": {"prompts": str(prompts)},
+        "evaluate": {"prompts": str(tmp_path / "test.jsonl")},
         "publish": {"uri": f"file://{tmp_path}/published/"},
     }
 
@@ -57,6 +58,13 @@ def test_help_shows_an_example(verb: str) -> None:
     done = fastmtp(verb, "--help", COLUMNS="200")
     assert done.returncode == 0
     assert f"fastmtp {verb}" in done.stdout.replace("Usage:", "") or "A job file" in done.stdout
+
+
+def test_what_is_measured_on_leaves_nothing_to_train_on(job: dict[str, Any], tmp_path: Path) -> None:
+    job["evaluate"] = {"prompts": job["data"]["prompts"]}
+    done = fastmtp("prepare", write(tmp_path, job), "--out", "data", cwd=tmp_path)
+    assert done.returncode == 2 and "8 in the evaluation set" in done.stderr
+    assert "Name other prompts in data.prompts or evaluate.prompts." in done.stderr
 
 
 def test_stages_one_by_one(job: dict[str, Any], model: Path, tmp_path: Path) -> None:
