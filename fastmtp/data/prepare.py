@@ -26,8 +26,8 @@ from fastmtp.data.engines.choosing import Backend, choose
 from fastmtp.data.engines.loading import Loader
 from fastmtp.data.online import write_ids
 from fastmtp.data.prompts import read_conversations, select
-from fastmtp.data.selection import EVALUATED
 from fastmtp.data.rendering import Rejected, Renderer
+from fastmtp.data.selection import EVALUATED
 from fastmtp.data.shards import Verifier, bytes_of
 from fastmtp.data.states import COMPARED_ROWS, own_share, require_agreement, state_source
 from fastmtp.data.store import INDEX, RowEntry, RowWriter, require_room
