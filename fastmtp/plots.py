@@ -81,7 +81,7 @@ def _panels(report: EvaluationReport) -> list[Draw]:
             if (one.set, one.temperature, one.num_speculative_tokens)
             == (name, first.temperature, first.num_speculative_tokens)
         ]  # fmt: skip
-        panels.append(functools.partial(_positions, shown=shown, title=name if len(sets) > 1 else "prompts"))
+        panels.append(functools.partial(_positions, shown=shown, title=name))
     curves = _length_curves(report, first.set)
     if any(len(points) > 1 for points, _ in curves.values()):
         panels.append(functools.partial(_lengths, curves=curves))

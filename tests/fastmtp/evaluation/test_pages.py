@@ -44,6 +44,17 @@ def test_parts_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
         assert f"<h2>{part}" not in page and f"### {part}" not in table
 
 
+def test_a_slow_down_is_not_hidden_behind_a_slower_head(tmp_path: Path) -> None:
+    report = example.report()
+    assert report.speed
+    slower = [
+        up.model_copy(update={"ratio": example.around(0.8)}) if up.over == "none" else up
+        for up in report.speed.speedups
+    ]
+    write(tmp_path, report.model_copy(update={"speed": report.speed.model_copy(update={"speedups": slower})}))
+    assert "0.80x" in (tmp_path / PAGE).read_text()
+
+
 @pytest.mark.parametrize("verdict", ["no gain", "head not loaded or useless", "inconclusive"])
 def test_a_no_says_so_first(tmp_path: Path, verdict: str) -> None:
     gate = Gate.model_validate({"passed": False, "verdict": verdict, "reason": "Because."})
