@@ -72,7 +72,17 @@ def _acceptance(report: EvaluationReport) -> Iterator[Table]:
             if (gain.set, gain.temperature, gain.num_speculative_tokens) == (name, temperature, k)
         ]  # fmt: skip
         prompts = report.sets[name].prompts
-        yield Table(f"Acceptance on {name}: {prompts} prompts, temperature {temperature:g}, K={k}", header, rows)
+        title = f"Acceptance on {name}: {prompts} prompts, temperature {temperature:g}, K={k}"
+        yield Table(title, header, rows, _conditions(found_of[0]))
+
+
+def _conditions(one: Acceptance) -> str:
+    """What figures that are to be compared with these must have been taken with, besides what the title says."""
+    caching = "on" if one.prefix_caching else "off"
+    return (
+        f"vLLM {one.vllm}, {one.dtype}, draft sampling {one.draft_sampling}, prefix caching {caching}, answers of up to"
+        f" {one.max_tokens} tokens, {one.concurrency} requests at once; prompts {one.digest[:12]}."
+    )
 
 
 def _gate(report: EvaluationReport) -> Table:
