@@ -14,17 +14,12 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
-from fastmtp.acceptance import Walk, measurement
-from fastmtp.checkpoint import open_checkpoint
+from fastmtp.acceptance import measurement
 from fastmtp.config import JobSpec, SamplingConfig, TrainConfig
 from fastmtp.data.prepare import prepare
 from fastmtp.data.prompts import first_conversations
 from fastmtp.data.rendering import Renderer
-from fastmtp.data.rows import PackedRows
+from fastmtp.evaluation.reference import reference
 from fastmtp.extract import extract
 from fastmtp.progress import Reporter
 from fastmtp.protocol import Measurement
@@ -33,7 +28,6 @@ from fastmtp.stage import write_atomic
 from fastmtp.stitch import stitch
 from fastmtp.tiny import Recipe, build
 from fastmtp.train import train
-from fastmtp.training.headfiles import HeadFiles
 
 ROOT = Path(".bench/study")
 JOB = Path("deploy/demo-job.yaml")
@@ -96,20 +90,13 @@ class Study:
         value = json.loads(record.read_bytes())
         return Measurement.model_validate(value["figures"]), value["answers"]
 
-    @torch.inference_mode()
-    def walked(self, head: Path, answers: list[list[int]]) -> Measurement:
-        """The walk of a head over given answers, on states of a fresh forward pass."""
-        verifier = AutoModelForCausalLM.from_pretrained(self.model, dtype="auto").eval()
-        config = self.spec.train
-        objective = HeadFiles(open_checkpoint(self.model), head).objective(config, torch.device("cpu"))
-        walk = Walk(config.num_steps)
-        for prompt, answer in zip(self.prompts, answers, strict=True):
-            ids = torch.tensor(prompt + answer)
-            states: Tensor = verifier.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-            mask = torch.arange(len(ids)) >= len(prompt)
-            _, hits = objective(PackedRows.pack([(ids, states.float(), mask)]))
-            walk.add(hits.tolist(), len(prompt) - 1, len(ids))
-        return walk.measurement()
+    def walked(self, checkpoint: Path, answers: list[list[int]]) -> Measurement:
+        """The walk of a checkpoint's head over given answers, on states of a fresh forward pass."""
+        answered = list(zip(self.prompts, answers, strict=True))
+        steps = self.spec.evaluate.num_speculative_tokens
+        with Reporter("evaluate", quiet=True) as reporter:
+            found = reference(self.model, {"tuned": checkpoint}, {("tuned", "study"): answered}, {}, steps, reporter)
+        return found.walks[0].walked
 
 
 def main() -> None:
@@ -122,7 +109,7 @@ def main() -> None:
     study = Study(JobSpec.from_yaml(JOB))
     base, answers = study.served(study.model)
     found: dict[str, list[Measurement]] = {"as it came": [base]}
-    checks = {"as it came": (base, study.walked(study.head, answers))}
+    checks = {"as it came": (base, study.walked(study.model, answers))}
     for seed in chosen.seeds:
         for name in chosen.variants:
             config = TrainConfig.model_validate(study.spec.train.model_dump() | VARIANTS[name] | {"seed": seed})
@@ -130,7 +117,7 @@ def main() -> None:
             figures, given = study.served(checkpoint)
             found.setdefault(name, []).append(figures)
             if name == "serving, ce" and seed == chosen.seeds[0]:
-                checks["tuned (serving, ce)"] = (figures, study.walked(checkpoint.with_name("tuned"), given))
+                checks["tuned (serving, ce)"] = (figures, study.walked(checkpoint, given))
             _write(found, checks)
     print(_write(found, checks))
 
