@@ -92,7 +92,8 @@ class Clock(Reporter):
 def ours(model: Path, config: DataConfig) -> tuple[Timed, Timed]:
     """The stage until states are stored, and the whole of it."""
     target = ROOT / "data"
-    shutil.rmtree(target, ignore_errors=True)
+    for left in (target, target.with_name(".data.progress")):  # of a run that was stopped, too
+        shutil.rmtree(left, ignore_errors=True)
     clock = Clock("prepare", quiet=True)
     begun = time.perf_counter()
     manifest = prepare(model, config, target, clock)
