@@ -54,18 +54,20 @@ class Hub:
 def serve(root: Path) -> Iterator[Hub]:
     """Serve the checkpoint in `root` as `org/model` until the block is left."""
     hub = Hub(root)
+    with listening(_Handler, hub):
+        yield hub
 
-    class Handler(_Handler):
-        pass
 
-    Handler.hub = hub
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+@contextlib.contextmanager
+def listening(kind: type[BaseHTTPRequestHandler], hub: Any) -> Iterator[None]:
+    """Answer requests on a free port with handlers of a kind, which find `hub` as theirs; its `url` is set."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (kind,), {"hub": hub})) as server:
         server.daemon_threads = True
         hub.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
-            yield hub
+            yield
         finally:
             server.shutdown()
             thread.join()

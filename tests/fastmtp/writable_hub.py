@@ -7,15 +7,15 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from fastmtp.push import git_blob
+from tests.fastmtp.hub import listening
 
 Files = dict[str, bytes]
 
@@ -68,21 +68,8 @@ class WritableHub:
 @contextlib.contextmanager
 def serve_writable() -> Iterator[WritableHub]:
     hub = WritableHub()
-
-    class Handler(_Handler):
-        pass
-
-    Handler.hub = hub
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        hub.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
-            thread.join()
+    with listening(_Handler, hub):
+        yield hub
 
 
 class _Handler(BaseHTTPRequestHandler):
