@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from fastmtp.console import AsJson, print_result
-from fastmtp.errors import IntegrityError
+from fastmtp.errors import ConfigError, IntegrityError
 from fastmtp.progress import Reporter
 
 
@@ -46,12 +46,12 @@ def verify(
 def _verify_version(uri: str, read: bool, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from fastmtp.fetch import find, manifest_for
+    from fastmtp.fetch import find, manifest_for, uri_of
     from fastmtp.publish import Counter
     from fastmtp.storage import check_version
     from fastmtp.table import size
 
-    source = find(uri)
+    source = find(uri_of(uri))
     with Reporter("publish", label="verify") as reporter:
         reporter.phase(f"checking {source.uri}", source.nbytes, "bytes")
         found = check_version(source.uri, manifest_for(source), read=read, on_bytes=Counter(reporter))
@@ -118,13 +118,17 @@ def versions(
     as_json: AsJson = False,
 ) -> None:
     """List what is published below a URI, newest first, and what names it; move an alias; delete what is old."""
-    from fastmtp.storage import overview, prune_claimed, set_alias
+    from fastmtp import storage
+    from fastmtp.stores import hub
 
+    on_hub = uri.startswith("hf://")
+    if on_hub and (alias is not None or keep is not None):
+        raise ConfigError("--alias and --keep are for s3:// and file://.", mend="Tag the commit on the hub.")
     if alias is not None:
         name, _, version = alias.partition("=")
-        set_alias(uri, name, version)
-    gone = prune_claimed(uri, keep) if keep is not None else []
-    found = overview(uri)
+        storage.set_alias(uri, name, version)
+    gone = storage.prune_claimed(uri, keep) if keep is not None else []
+    found = hub.overview(uri) if on_hub else storage.overview(uri)
     lines = [f"{one['version']}  {', '.join(one['names'])}".rstrip() for one in found]
     print_result(
         {"versions": found, "deleted": gone}, as_json, "\n".join([*lines, *(f"deleted: {name}" for name in gone)])

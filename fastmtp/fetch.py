@@ -17,11 +17,12 @@ from typing import Any
 from fastmtp.cache import SETTING, hold, lock_of, make_room, models_directory
 from fastmtp.errors import CheckpointError, InputError, IntegrityError
 from fastmtp.fetching import Fetching, Source, read_record
-from fastmtp.files import is_hub
+from fastmtp.files import is_hub, local_path
 from fastmtp.progress import Reporter
 from fastmtp.stage import digest_of
 from fastmtp.storage import latest, manifest_of
-from fastmtp.stores.base import ERRORS, Readable, explained, open_store, reason
+from fastmtp.stores.base import ERRORS, explained, open_store, reason
+from fastmtp.stores.hub import open_branch
 
 Allow = Callable[[str], None]
 
@@ -29,10 +30,14 @@ Allow = Callable[[str], None]
 def find(uri: str, pointer: str = "/model") -> Source:
     """What a URI means: a version, a destination (its latest), DESTINATION@ALIAS, or a prefix of plain files.
 
+    On the hub: the commit that hf://ORG/NAME[@REVISION] means now.
+
     Raises:
         CheckpointError: nothing is there, or it does not read.
     """
     try:
+        if is_hub(uri):
+            return _find_on_hub(uri)
         place, _, alias = uri.rpartition("@") if "@" in uri.rpartition("/")[2] else (uri, "", "")
         place = place.rstrip("/")
         store = open_store(place)
@@ -64,14 +69,12 @@ def fetch(
     *,
     reuse: Sequence[Path] = (),
     allow: Allow | None = None,
-    store: Readable | None = None,
 ) -> dict[str, Any]:
     """Make `directory` what `source` is. Waits where another process does the same.
 
     Args:
         reuse: directories whose files of the same name and bytes are linked rather than fetched.
         allow: called with the URI of each file that lies elsewhere than the version; raises where it must not be read.
-        store: where `source` lies, for one that its URI does not open.
 
     Returns:
         How many files, and bytes, were fetched and found here.
@@ -90,18 +93,25 @@ def fetch(
         if _is_there(directory, source):
             reporter.skipped()
             return {"fetched": 0, "bytes_fetched": 0, "found": len(source.entries)}
-        return Fetching(source, directory, reporter, [directory, *reuse], store).run()
+        return Fetching(source, directory, reporter, [directory, *reuse]).run()
 
 
 def fetch_any(uri: str, directory: Path, reporter: Reporter, reuse: Sequence[Path]) -> dict[str, Any]:
-    """`fetch` by URI; a hub id is downloaded by huggingface_hub, and its files copied."""
+    """`fetch` by what a user names; what is on the hub is downloaded by huggingface_hub, and its files copied."""
+    uri = uri_of(uri)
     if is_hub(uri):
         from fastmtp.hub import hub_snapshot
 
-        snapshot = hub_snapshot(uri)
-        uri = f"file://{snapshot.resolve()}"
+        uri = f"file://{hub_snapshot(uri).resolve()}"
     with explained(uri, "", CheckpointError):
         return fetch(find(uri, ""), directory, reporter, reuse=reuse)
+
+
+def uri_of(named: str) -> str:
+    """The URI of what a user names by a URI, a directory or a hub id."""
+    if "://" in named:
+        return named
+    return f"hf://{named}" if is_hub(named) else f"file://{local_path(named).resolve()}"
 
 
 def manifest_for(source: Source) -> dict[str, Any]:
@@ -128,14 +138,28 @@ def cached_model(uri: str, reporter: Reporter, allow: Allow | None = None) -> Pa
     return target
 
 
+def _find_on_hub(uri: str) -> Source:
+    store = open_branch(uri)
+    if store is None:
+        raise CheckpointError(f"{uri} is not on the hub, or is private.", mend="Check the name; set HF_TOKEN.")
+    manifest = manifest_of(store, "")
+    entries = store.published(manifest) if manifest else store.entries()
+    return Source(store.name, str(manifest["version"]) if manifest else None, _checked(uri, entries))
+
+
 def _here(place: str, manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """A version's entries; files of its own are where it is now, which may be a copy of where it was published."""
     then, version = f"{manifest.get('uri', place)}/", str(manifest["version"])
     now = place if place.endswith(f"/{version}") else f"{place}/{version}"
-    return [
-        {**entry, "uri": f"{now}/{entry['uri'].removeprefix(then)}" if entry["uri"].startswith(then) else entry["uri"]}
-        for entry in manifest["files"]
-    ]
+
+    def located(entry: dict[str, Any]) -> str:
+        if "uri" not in entry:
+            # Published on the hub: beside its manifest, wherever that is.
+            return f"{place}/{entry['name']}"
+        uri = str(entry["uri"])
+        return f"{now}/{uri.removeprefix(then)}" if uri.startswith(then) else uri
+
+    return [{**entry, "uri": located(entry)} for entry in manifest["files"]]
 
 
 def _checked(uri: str, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,12 +17,12 @@ from fastmtp.hashing import remember, sha256_cached
 from fastmtp.progress import Reporter
 from fastmtp.ranges import PART, Ranges
 from fastmtp.stage import fsync_path, sha256_file, write_atomic
-from fastmtp.stores.base import ObjectInfo, Readable, locate, open_store
+from fastmtp.stores.base import ObjectInfo, Readable, locate, open_readable
+from fastmtp.stores.settings import FILES_AT_ONCE
 from fastmtp.table import size
 
 # Hidden, so that no loader takes it for a part of the model.
 RECORD = ".fastmtp-source.json"
-_FILES_AT_ONCE = 2
 
 
 class Source(NamedTuple):
@@ -62,10 +62,9 @@ class Fetching:
         directory: Path,
         reporter: Reporter,
         reuse: Sequence[Path],
-        store: Readable | None = None,
     ) -> None:
         self.source, self.directory, self.reporter, self.reuse = source, directory, reporter, reuse
-        self.store: Readable = store or open_store(source.uri)
+        self.store = open_readable(source.uri)
         self.partial = directory.with_name(f".{directory.name}.partial")
         self.lock = threading.Lock()
         self.done = 0
@@ -76,7 +75,7 @@ class Fetching:
         self._require_room()
         what = self.source.version or self.source.uri
         self.reporter.phase(f"fetching {what}", self.source.nbytes, "bytes")
-        pool = ThreadPoolExecutor(_FILES_AT_ONCE)
+        pool = ThreadPoolExecutor(FILES_AT_ONCE)
         try:
             files = [future.result() for future in [pool.submit(self._file, one) for one in self.source.entries]]
         finally:

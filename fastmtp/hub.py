@@ -10,10 +10,16 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastmtp.errors import CheckpointError, UnreachableError, UnreadableError
 from fastmtp.files import REMOTE_PROBE, FileInfo, hidden, whole
 
+if TYPE_CHECKING:
+    from huggingface_hub import GitCommitInfo
+
+# What the commit of a version is titled: this, and the version.
+TITLE = "fastmtp"
 # Weights in other formats are as large again, and code is never run.
 UNWANTED = (".bin", ".pt", ".pth", ".pkl", ".py")
 _TIMEOUT = 15.0  # seconds without a byte
@@ -109,6 +115,16 @@ def cached_snapshot(model: str) -> Path | None:
         return _snapshot(model, offline=True)
     except LocalEntryNotFoundError:
         return None
+
+
+def commits(repository: str, branch: str) -> tuple[list[GitCommitInfo], dict[str, str]]:
+    """Commits of a branch, newest first; and the commit that each branch and tag names. Raises CheckpointError."""
+    from huggingface_hub import HfApi
+
+    with _hub_explained(repository):
+        found = HfApi().list_repo_commits(repository, revision=branch)
+        refs = HfApi().list_repo_refs(repository)
+    return found, {one.name: one.target_commit for one in [*refs.branches, *refs.tags]}
 
 
 def hub_id(model: str) -> tuple[str, str]:

@@ -124,7 +124,7 @@ def _fetch_incumbent_of_hub(uri: str, model: Path, target: Path, reporter: Repor
     if published != identity(model):
         reporter.say("what is published here is of another model and is not compared")
         return False
-    fetch(Source(store.name, None, store.entries()), target, reporter, reuse=[model], store=store)
+    fetch(Source(store.name, None, store.entries()), target, reporter, reuse=[model])
     return True
 
 

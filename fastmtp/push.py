@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastmtp.errors import DestinationError, FastMTPError, IntegrityError
 from fastmtp.headers import SUFFIX
-from fastmtp.hub import hub_id
+from fastmtp.hub import TITLE, hub_id
 from fastmtp.stage import MANIFEST, FileEntry
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class _Push:
             HfApi().create_branch(self.repository, branch=self.branch, revision=head, exist_ok=True)
         # Refused by the hub where the branch has moved on meanwhile.
         done = HfApi().create_commit(
-            self.repository, operations, commit_message=f"fastmtp {self.version}", revision=self.branch,
+            self.repository, operations, commit_message=f"{TITLE} {self.version}", revision=self.branch,
             parent_commit=head,
         )  # fmt: skip
         return str(done.oid)

@@ -27,9 +27,11 @@ from fastmtp.stores.base import (
     ERRORS,
     Conflict,
     ObjectInfo,
+    Readable,
     Store,
     explained,
     locate,
+    open_readable,
     open_store,
     reason,
     sha256_of,
@@ -103,7 +105,7 @@ def latest(uri: str, alias: str | None = None) -> dict[str, Any] | None:
     return manifest
 
 
-def manifest_of(store: Store, version: str) -> dict[str, Any] | None:
+def manifest_of(store: Readable, version: str) -> dict[str, Any] | None:
     """The manifest of a version; None where there is none, or a result of a stage. Raises ValueError, or ERRORS."""
     data = whole(store, f"{version}/{MANIFEST}" if version else MANIFEST)
     found = None if data is None else json.loads(data)
@@ -228,7 +230,7 @@ def check_version(
     Raises:
         IntegrityError: with every file that is not what it was.
     """
-    store = open_store(uri)
+    store = open_readable(uri)
 
     def check(entry: dict[str, Any]) -> int | None:
         """Bytes read of it; None where it is wrong."""

@@ -35,9 +35,8 @@ from fastmtp.stores.base import (
     whole,
 )
 from fastmtp.stores.claim import Claim
-from fastmtp.stores.settings import StoreSettings
+from fastmtp.stores.settings import FILES_AT_ONCE, StoreSettings
 
-_FILES_AT_ONCE = 3
 _EARLIER = 20  # versions that are looked through for files
 
 
@@ -176,7 +175,7 @@ class _Publishing:
         return list(manifest["files"]) if manifest else []
 
     def _place_all(self, names: list[str]) -> dict[str, Placed]:
-        pool = ThreadPoolExecutor(_FILES_AT_ONCE)
+        pool = ThreadPoolExecutor(FILES_AT_ONCE)
         try:
             futures = {name: pool.submit(self._place, name) for name in names}
             return {name: future.result() for name, future in futures.items()}

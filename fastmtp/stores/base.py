@@ -141,6 +141,22 @@ def open_store(uri: str, settings: StoreSettings | None = None) -> Store:
     raise DestinationError(f"{uri} is neither s3:// nor file://.")
 
 
+def open_readable(uri: str) -> Readable:
+    """What is behind a URI to read from, which may be hf:// as well: the commit that it means now.
+
+    Raises:
+        DestinationError: it is none of these, or not on the hub; CheckpointError where the hub refuses.
+    """
+    if not uri.startswith("hf://"):
+        return open_store(uri)
+    from fastmtp.stores.hub import open_branch
+
+    found = open_branch(uri)
+    if found is None:
+        raise DestinationError(f"{uri} is not on the hub, or is private.", mend="Check the name; set HF_TOKEN.")
+    return found
+
+
 def locate(store: AnyStore, uri: str) -> tuple[AnyStore | Store, str]:
     """The store and key behind any URI: `store` itself where it reaches there."""
     key = store.key_of(uri)

@@ -11,7 +11,7 @@ import botocore.session
 from botocore.config import Config
 from botocore.loaders import create_loader
 
-from fastmtp.stores.settings import StoreSettings
+from fastmtp.stores.settings import FILES_AT_ONCE, StoreSettings
 
 
 def s3_client(
@@ -34,7 +34,7 @@ def s3_client(
         s3["payload_signing_enabled"] = False
         options = {
             "request_checksum_calculation": "when_required", "response_checksum_validation": "when_required",
-            "max_pool_connections": 3 * settings.workers + 4,
+            "max_pool_connections": FILES_AT_ONCE * (settings.workers + 1) + 4,
         }  # fmt: skip
     # A session of its own: boto3's default one is shared between threads and keeps its first credentials for good.
     session = botocore.session.get_session()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fastmtp.hub import UNWANTED, HubFiles, hub_id
+from fastmtp.hub import TITLE, UNWANTED, HubFiles, commits, hub_id
 from fastmtp.stores.base import ObjectInfo
+from fastmtp.stores.parts import base64_of
 from fastmtp.stores.settings import StoreSettings
 
+_VERSION = re.compile(rf"{TITLE} (v-[0-9a-f]+)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -28,7 +30,10 @@ class HubStore:
 
     def head(self, key: str) -> ObjectInfo | None:
         found = self._files.list().get(key)
-        return None if found is None or found.size is None else ObjectInfo(found.size, found.stamp, 0.0)
+        if found is None or found.size is None:
+            return None
+        checksum = base64_of(found.stamp) if _SHA256.fullmatch(found.stamp) else None
+        return ObjectInfo(found.size, found.stamp, 0.0, checksum)
 
     def read(self, key: str, begin: int, end: int, *, stamp: str | None = None) -> bytes:
         """A commit never changes: `stamp` says nothing more."""
@@ -44,6 +49,17 @@ class HubStore:
             if not name.endswith(UNWANTED)
         ]
 
+    def published(self, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+        """Files of the version that this commit is, by its manifest; the hub computes each large one's sha256."""
+        listed = self._files.list()
+        return [
+            {
+                **entry, "uri": self.uri(entry["name"]), "checksum": base64_of(entry["sha256"]),
+                "stamp": listed[entry["name"]].stamp if entry["name"] in listed else "",
+            }
+            for entry in manifest["files"]
+        ]  # fmt: skip
+
 
 def open_branch(uri: str) -> HubStore | None:
     """What hf://ORG/NAME[@BRANCH] means now; None where there is no such repository or branch.
@@ -54,3 +70,21 @@ def open_branch(uri: str) -> HubStore | None:
     files = HubFiles(uri)
     commit = files.commit()
     return None if commit is None else HubStore(files, commit)
+
+
+def overview(uri: str) -> list[dict[str, Any]]:
+    """Versions of a branch, newest first: version, the branches and tags that name it, published, uri.
+
+    Raises:
+        CheckpointError: there is no such repository or branch, or the hub refuses.
+    """
+    repository, branch = hub_id(uri)
+    found, names = commits(repository, branch)
+    return [
+        {
+            "version": made[1], "names": [name for name, target in names.items() if target == commit.commit_id],
+            "published": commit.created_at.timestamp(), "uri": f"hf://{repository}@{commit.commit_id}",
+        }
+        for commit in found
+        if (made := _VERSION.fullmatch(commit.title))
+    ]  # fmt: skip

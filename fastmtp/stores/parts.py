@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 
 def md5(data: bytes | bytearray) -> str:
     """For comparing with what a store says, not for security."""
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def crc32(data: bytes | bytearray) -> str:
+    """As S3's headers write it."""
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
 
 
 def base64_of(digest: str) -> str:
@@ -34,8 +40,12 @@ def md5_stamp(path: Path, stamp: str, part_size: int) -> str:
     if "-" not in stamp:
         with path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    digests = [hashlib.md5(data, usedforsecurity=False).digest() for data in pieces(path, part_size)]
-    return f"{md5(b''.join(digests))}-{len(digests)}"
+    return joined_md5([md5(data) for data in pieces(path, part_size)])
+
+
+def joined_md5(digests: Sequence[str]) -> str:
+    """The ETag that S3 gives an object whose parts have these."""
+    return f"{md5(b''.join(map(bytes.fromhex, digests)))}-{len(digests)}"
 
 
 def pieces(path: Path, size: int) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ sent checksums are checked and whether ETags are MD5 digests, and what neither p
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from botocore.exceptions import (
+    BotoCoreError,
     ClientError,
     ConnectionClosedError,
     IncompleteReadError,
@@ -23,6 +25,7 @@ from botocore.exceptions import (
     ResponseStreamingError,
 )
 
+from fastmtp.errors import DestinationError
 from fastmtp.stores import parts
 from fastmtp.stores.base import (
     Changed,
@@ -58,6 +61,7 @@ class S3Store:
         self.pace = Pace(settings.bandwidth)
         self.checks_sums: bool | None = None
         self.etags_are_md5 = False
+        self.takes_crc32 = False
         self._lock = threading.Lock()
         self._client = self._new_client()
 
@@ -94,6 +98,9 @@ class S3Store:
         """Find out, by small objects, what this store checks and what its ETags are.
 
         One that refuses a wrong checksum and takes the right one checks them; one that refuses both knows none.
+
+        Raises:
+            DestinationError: it does not give back what it was sent, whatever it says of it.
         """
         with self._lock:
             if self.checks_sums is not None:
@@ -102,18 +109,30 @@ class S3Store:
             arguments = {"Bucket": self.bucket, "Key": key, "Body": data, **self.settings.write_arguments()}
             wanted = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported").lower() != "when_required"
             right = parts.base64_of(hashlib.sha256(data).hexdigest())
-            checks = wanted and not self._takes(arguments, parts.base64_of(bytes(32).hex()))
-            checks = checks and self._takes(arguments, right)
-            answer = self._client.put_object(**arguments)
-            self._client.delete_object(Bucket=self.bucket, Key=key)
+            try:
+                checks = wanted and not self._takes(arguments, {"ChecksumSHA256": parts.base64_of(bytes(32).hex())})
+                checks = checks and self._takes(arguments, {"ChecksumSHA256": right})
+                # What boto3 sends where nobody says otherwise: some stores compute more where nothing is stated.
+                crc32 = {"ChecksumCRC32": parts.crc32(data)}
+                self.takes_crc32 = wanted and not checks and self._takes(arguments, crc32)
+                answer = self._client.put_object(**arguments)
+                back = self._client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
+            finally:
+                with contextlib.suppress(ClientError, BotoCoreError):
+                    self._client.delete_object(Bucket=self.bucket, Key=key)
+            if back != data:
+                raise DestinationError(
+                    f"{self.name} gave back {len(back)} bytes that are not the {len(data)} it was sent.",
+                    mend="Look at what stands before the store: something alters bodies, or keeps their framing.",
+                )
             # Where checksums are checked, to compute MD5 as well would only take time.
             self.etags_are_md5 = not checks and answer["ETag"].strip('"') == parts.md5(data)
             self.checks_sums = checks
 
-    def _takes(self, arguments: dict[str, Any], checksum: str) -> bool:
+    def _takes(self, arguments: dict[str, Any], checksum: dict[str, str]) -> bool:
         """Whether the store takes an object with that checksum."""
         try:
-            self._client.put_object(**arguments, ChecksumSHA256=checksum)
+            self._client.put_object(**arguments, **checksum)
         except ClientError as error:
             if status_of(error) not in (400, 501) or concerns_credentials(error):
                 raise

@@ -1,7 +1,8 @@
 """One file into one S3 object: in parts, side by side, going on where a killed run was, each part proved on arrival.
 
-A part is proved by the checksum that the store checks, or by an ETag that is its MD5; an object that neither proves is
-read back whole. Nothing shows under the key before the last part is there.
+A part is proved by the checksum that the store checks, or by an ETag that is its MD5, and the object by the ETag that
+follows from the parts'; where it has another, both its ends are read. What nothing proves is read back whole. Nothing
+shows under the key before the last part is there.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Sending:
         self.part_size = self.store.settings.part_size_for(self.key, self.size)
         self.place = {"Key": self.store.full(self.key)}
         self.about = {"Metadata": {"sha256": self.sha256}, **self.store.settings.write_arguments()}
+        # The object's ETag, where those of the parts prove them and the store makes it as S3 does.
+        self.stamp = ""
 
     def run(self, unfinished: list[Unfinished]) -> ObjectInfo:
         """Send what is not there yet. Raises IntegrityError where the store has other bytes than the file."""
@@ -65,7 +68,7 @@ class Sending:
 
     def _whole(self) -> None:
         data = self.path.read_bytes()
-        self._until_whole("put_object", data, **self._sums(data), **self.about)
+        self.stamp = _bare(self._until_whole("put_object", data, **self._sums(data), **self.about))
 
     def _in_parts(self, unfinished: list[Unfinished]) -> None:
         upload, there = self._adopt(unfinished)
@@ -82,7 +85,8 @@ class Sending:
     def _all_parts(self, upload: str | None, there: dict[int, dict[str, Any]]) -> None:
         """Bring every part there, in this upload or a new one, and put them together."""
         if upload is None:
-            algorithm = {"ChecksumAlgorithm": "SHA256"} if self.store.checks_sums else {}
+            kind = "SHA256" if self.store.checks_sums else "CRC32" if self.store.takes_crc32 else None
+            algorithm = {"ChecksumAlgorithm": kind} if kind else {}
             made = self.store.call("create_multipart_upload", **self.place, **self.about, **algorithm)
             upload = str(made["UploadId"])
         numbers = range(1, -(-self.size // self.part_size) + 1)
@@ -90,6 +94,7 @@ class Sending:
             done = in_threads(
                 lambda number: self._part(upload, number, there.get(number)), numbers, self.store.settings.workers
             )
+            self.stamp = parts.joined_md5([_bare(part) for part in done]) if self.store.etags_are_md5 else ""
             self._complete(upload, done)
         except (ClientError, IntegrityError) as error:
             if isinstance(error, IntegrityError) or (
@@ -157,20 +162,20 @@ class Sending:
                 if code_of(error) not in _DAMAGED and status_of(error) != 501:
                     raise
                 continue
-            if not self.store.etags_are_md5 or answer["ETag"].strip('"') == parts.md5(data):
+            if not self.store.etags_are_md5 or _bare(answer) == parts.md5(data):
                 self.on_bytes(len(data))
                 return answer
         raise self._differs()
 
     def _sums(self, data: bytes | bytearray) -> dict[str, str]:
         if not self.store.checks_sums:
-            return {}
+            return {"ChecksumCRC32": parts.crc32(data)} if self.store.takes_crc32 else {}
         return {"ChecksumSHA256": base64.b64encode(hashlib.sha256(data).digest()).decode()}
 
     def _same(self, data: bytes | bytearray, there: dict[str, Any], sums: dict[str, str]) -> bool:
-        if sums and "ChecksumSHA256" in there:
+        if "ChecksumSHA256" in sums and "ChecksumSHA256" in there:
             return bool(there["ChecksumSHA256"] == sums["ChecksumSHA256"])
-        return bool(there["ETag"].strip('"') == parts.md5(data))
+        return _bare(there) == parts.md5(data)
 
     def _arrived(self) -> ObjectInfo:
         """What the store has now, which must be the file."""
@@ -181,7 +186,7 @@ class Sending:
             if not self.store.etags_are_md5:
                 if sha256_of(self.store, self.key, info) != self.sha256:
                     raise self._differs()
-            elif not self._edges_match():
+            elif info.stamp != self.stamp and not self._edges_match():
                 raise self._differs()
         return info
 
@@ -225,6 +230,11 @@ def copy_in_parts(store: S3Store, origin: dict[str, Any], info: ObjectInfo, key:
             store.abort(Unfinished(key, upload))
         raise
     return store.head(key)
+
+
+def _bare(answer: dict[str, Any]) -> str:
+    """The ETag of an answer, without its quotes."""
+    return str(answer["ETag"]).strip('"')
 
 
 def _read_into(file: io.RawIOBase | io.FileIO, data: bytearray) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fastmtp.errors import ConfigError, DestinationError
 
@@ -18,6 +18,7 @@ MAX_PART = 5 << 30
 MAX_PARTS = 10_000
 MAX_OBJECT = 5 << 40
 DEFAULT_PART = 8 << 20
+FILES_AT_ONCE = 2
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
@@ -31,7 +32,8 @@ class StoreSettings:
         part_size: bytes of a part; by the file's size when None.
         max_object: largest object the store takes, bytes.
         bandwidth: bytes per second sent at most, over all connections.
-        workers: parts of a file at once; up to three files are on their way.
+        workers: parts of a file at once, of up to `FILES_AT_ONCE` files; by the machine's cores when it is not said,
+            as each part is hashed here, and more threads than that wait for each other and hold memory.
     """
 
     addressing: str = "auto"
@@ -42,7 +44,7 @@ class StoreSettings:
     part_size: int | None = None
     max_object: int = MAX_OBJECT
     bandwidth: int | None = None
-    workers: int = 8
+    workers: int = field(default_factory=lambda: min(16, 2 * (os.cpu_count() or 1)))
 
     @classmethod
     def from_env(cls) -> StoreSettings:
@@ -67,7 +69,7 @@ class StoreSettings:
             addressing=addressing, encryption=get("ENCRYPTION"), kms_key=get("KMS_KEY"), tags=get("TAGS"),
             storage_class=get("STORAGE_CLASS"), part_size=number("PART_SIZE"),
             max_object=number("MAX_OBJECT") or MAX_OBJECT, bandwidth=number("BANDWIDTH"),
-            workers=number("WORKERS") or 8,
+            **({"workers": workers} if (workers := number("WORKERS")) else {}),
         )  # fmt: skip
 
     def chosen(self, *, kms_key: str | None, storage_class: str | None, tags: Mapping[str, str]) -> StoreSettings:

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
-Fault = Literal["pass", "slow down", "drop", "spoil", "expired", "frame", "drop answer"]
+Fault = Literal["pass", "slow down", "drop", "spoil", "expired", "frame", "drop answer", "misread"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.state.sent[request.key] += len(body)
         if fault == "drop answer":
             return self._hang_up()
+        if fault == "misread":
+            data = bytes([data[0] ^ 1]) + data[1:]
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in _OURS | {"content-length"}:

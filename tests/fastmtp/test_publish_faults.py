@@ -20,6 +20,7 @@ from fastmtp import storage
 from fastmtp.errors import DestinationError, IntegrityError
 from fastmtp.stores import sending
 from fastmtp.stores.base import Unfinished, open_store
+from fastmtp.stores.s3 import TRIAL
 from fastmtp.upload import Options, publish
 from tests.conftest import S3Server
 from tests.fastmtp.s3proxy import Proxy, Request, proxy
@@ -131,6 +132,14 @@ def test_bytes_that_arrive_as_others_fail_the_job(store: Proxy, uri: str, result
     store.fault = lambda _request: "pass"
     publish(result[0], uri, "v-1", result[1], {})
     assert is_whole(uri)
+
+
+def test_a_store_that_gives_back_other_bytes_gets_no_checkpoint(store: Proxy, uri: str, result: Result) -> None:
+    """Whatever its ETags say: they are of what it was sent."""
+    store.fault = lambda request: "misread" if request.method == "GET" and TRIAL in request.key else "pass"
+    with pytest.raises(DestinationError, match="gave back 16 bytes that are not the 16 it was sent"):
+        publish(result[0], uri, "v-1", result[1], {})
+    assert not any(key.endswith(".safetensors") for key in store.sent)
 
 
 def test_framing_in_a_store_that_echoes_what_it_is_told(store: Proxy, uri: str, result: Result) -> None:

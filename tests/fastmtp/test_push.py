@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -192,6 +193,37 @@ def test_the_command(hub: WritableHub, model: Path, tmp_path: Path) -> None:
     done = fastmtp("publish", str(checkpoint), "--to", f"{URI}@canary", "--json", cwd=None, **env)
     assert done.returncode == 0 and "hf_secret" not in done.stdout + done.stderr, done.stderr
     assert json.loads(done.stdout)["summary"]["uri"] == f"{URI}@{hub.repositories[NAME].branches['canary']}"
+
+
+def test_what_is_published_there_is_listed_verified_and_fetched(hub: WritableHub, model: Path, tmp_path: Path) -> None:
+    checkpoint = stitched(model, tmp_path)
+    publish(checkpoint, tmp_path / "receipt")
+    publish(stitched(checkpoint, tmp_path / "next"), tmp_path / "again")
+    env = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return fastmtp(*arguments, "--json", cwd=None, **env)
+
+    newest, oldest = json.loads(run("versions", URI).stdout)["versions"]
+    commits = hub.repositories[NAME].log("main")
+    assert [newest["uri"], oldest["uri"]] == [f"{URI}@{one['id']}" for one in commits[:2]]
+    assert (newest["names"], oldest["names"]) == (["main"], []) and newest["version"] != oldest["version"]
+    assert "Tag the commit" in run("versions", URI, "--keep", "1").stderr
+    # Large files by the digest that the hub states, small ones by reading them.
+    files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
+    small = {name for name in files if not name.endswith(".safetensors")}
+    found = json.loads(run("verify", oldest["uri"]).stdout)
+    assert (found["version"], found["files"], found["by_checksum"]) == (
+        oldest["version"], len(files), len(files) - len(small),
+    )  # fmt: skip
+    assert found["bytes_read"] == sum((checkpoint / name).stat().st_size for name in small)
+    assert run("fetch", oldest["uri"], str(tmp_path / "fetched")).returncode == 0
+    assert compare(checkpoint, tmp_path / "fetched", QUIET).verdict == "identical"
+    assert json.loads((tmp_path / "fetched" / ".fastmtp-source.json").read_bytes())["version"] == oldest["version"]
+    for digest, data in hub.repositories[NAME].lfs.items():
+        hub.repositories[NAME].lfs[digest] = data[:-1] + bytes([data[-1] ^ 1])
+    wrong = run("verify", URI)
+    assert wrong.returncode == 1 and "Not what the manifest says" in wrong.stderr
 
 
 def test_what_a_job_may_name() -> None:

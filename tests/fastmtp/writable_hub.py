@@ -22,18 +22,29 @@ Files = dict[str, bytes]
 
 @dataclass
 class Repository:
-    """Branches name commits; a commit has files, of which the large ones lie in `lfs` by sha256."""
+    """Branches name commits; a commit has files, of which the large ones lie in `lfs` by sha256, and a title."""
 
     private: bool
     commits: dict[str, Files] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     lfs: dict[str, bytes] = field(default_factory=dict)
+    history: dict[str, tuple[str, str]] = field(default_factory=dict)  # parent and title of each commit
 
-    def commit(self, branch: str, files: Files) -> str:
+    def commit(self, branch: str, files: Files, title: str = "initial commit") -> str:
         parent = self.branches.get(branch, "")
         name = hashlib.sha1(repr((parent, sorted(files.items()))).encode()).hexdigest()
         self.commits[name], self.branches[branch] = files, name
+        self.history[name] = parent, title
         return name
+
+    def log(self, revision: str) -> list[dict[str, Any]]:
+        """As the hub lists commits, newest first."""
+        found, name = [], self.branches.get(revision, revision)
+        while name:
+            parent, title = self.history[name]
+            made = {"id": name, "title": title, "message": "", "authors": [], "date": "2026-11-30T12:00:00.000Z"}
+            found, name = [*found, made], parent
+        return found
 
     def files(self, revision: str) -> Files | None:
         return self.commits.get(self.branches.get(revision, revision))
@@ -86,9 +97,21 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"name": "me", "orgs": orgs, "auth": {"accessToken": {"role": self.hub.role}}})
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree|auth-check)/([^/]+))?", path):
             return self._about(found[1], found[2] or "revision", found[3] or "main")
+        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commits/([^/]+)", path):
+            repository = self.hub.repositories.get(found[1])
+            return self._json(repository.log(found[2])) if repository else self._refuse(404, "RepoNotFound")
+        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/refs", path):
+            branches = self.hub.repositories[found[1]].branches.items()
+            refs = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit} for name, commit in branches]
+            return self._json({"branches": refs, "converts": [], "tags": []})
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._content(found[1], found[2], found[3])
         return self._refuse(404, "EntryNotFound")
+
+    def do_HEAD(self) -> None:
+        found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._path())
+        assert found, "only files are asked about"
+        self._content(found[1], found[2], found[3])
 
     def do_POST(self) -> None:
         path, body = self._path(), self._body()
@@ -178,16 +201,18 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = value["oid"].encode()
             else:
                 files[value["path"]] = base64.b64decode(value["content"])
-        commit = repository.commit(branch, files)
+        commit = repository.commit(branch, files, lines[0]["value"]["summary"])
         return self._json({"commitUrl": f"{self.hub.url}/{name}/commit/{commit}", "commitOid": commit})
 
     def _content(self, name: str, revision: str, path: str) -> None:
         repository = self.hub.repositories[name]
         data = (repository.files(revision) or {})[path]
-        data = repository.lfs[data.decode()] if _mode(path) == "lfs" else data
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        assert wanted, "only ranges are read"
-        self._send(206, data[int(wanted[1]) : int(wanted[2]) + 1], {})
+        etag = data.decode() if _mode(path) == "lfs" else git_blob(data)
+        data = repository.lfs[etag] if _mode(path) == "lfs" else data
+        about = {"ETag": f'"{etag}"', "X-Repo-Commit": repository.branches.get(revision, revision)}
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            return self._send(206, data[int(wanted[1]) : int(wanted[2]) + 1], about)
+        return self._send(200, data, about)
 
     def _path(self) -> str:
         path = unquote(urlsplit(self.path).path)
@@ -216,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(b"" if self.command == "HEAD" else data)
 
 
 def _mode(path: str) -> str:
