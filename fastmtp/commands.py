@@ -17,15 +17,15 @@ from fastmtp.progress import Reporter
 
 
 def verify(
-    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint directory, s3:// prefix or hub id; or a version.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="Directory, s3:// or hub id of a checkpoint; or a version.")],
     b: Annotated[str | None, typer.Argument(metavar="[B]", help="The other one.")] = None,
     read: Annotated[bool, typer.Option("--read", help="Read a version whole, whatever the store keeps of it.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what differs between two checkpoints, by tensor, and whether that is exactly the head.
 
-    Exit code 1 when it is more than the head. With A alone, a published version: whether every file is what it was, by
-    the checksums that the store keeps, or by reading what has none. Exit code 1 when it is not.
+    Exit code 1 when it is more than the head. With A alone, a published version or a fetched directory: whether every
+    file is what it was, by the checksums that the store keeps, or by reading what has none. Exit code 1 when it is not.
     """
     if b is None:
         _verify_version(a, read, as_json)

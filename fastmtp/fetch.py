@@ -28,7 +28,8 @@ Allow = Callable[[str], None]
 
 
 def find(uri: str, pointer: str = "/model") -> Source:
-    """What a URI means: a version, a destination (its latest), DESTINATION@ALIAS, or a prefix of plain files.
+    """What a URI means: a version, a destination (its latest), DESTINATION@ALIAS, or a prefix of plain files, which
+    for a fetched directory are those that were fetched.
 
     On the hub: the commit that hf://ORG/NAME[@REVISION] means now.
 
@@ -45,6 +46,10 @@ def find(uri: str, pointer: str = "/model") -> Source:
         manifest = manifest or latest(place, alias or None)
         if manifest:
             return Source(place, str(manifest["version"]), _checked(uri, _here(place, manifest)))
+        record = read_record(local_path(place)) if place.startswith("file://") and not alias else None
+        if record:
+            listed = [{**entry, "uri": f"{place}/{entry['name']}"} for entry in record["files"]]
+            return Source(place, record["version"], _checked(uri, listed))
         found = {} if alias else store.objects()
     except (*ERRORS, ValueError) as error:
         if isinstance(error, InputError):
@@ -115,10 +120,12 @@ def uri_of(named: str) -> str:
 
 
 def manifest_for(source: Source) -> dict[str, Any]:
-    """The manifest of a version, as far as checking needs it. Raises InputError for what is none."""
-    if source.version is None:
-        raise InputError(f"{source.uri} is no published version.", mend="Name two checkpoints to compare them.")
-    return {"version": source.version, "files": source.entries}
+    """The manifest of a version or fetched directory, as far as checking needs it. Raises InputError for others."""
+    if not all(entry.get("sha256") for entry in source.entries):
+        raise InputError(
+            f"{source.uri} is no published version and was not fetched.", mend="Name two checkpoints to compare them."
+        )
+    return {"version": source.version or source.uri, "files": source.entries}
 
 
 def cached_model(uri: str, reporter: Reporter, allow: Allow | None = None) -> Path:

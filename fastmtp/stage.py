@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import fastmtp
-from fastmtp.errors import InputError, IntegrityError
+from fastmtp.errors import InputError
 from fastmtp.progress import Reporter
 
 MANIFEST = "manifest.json"
@@ -114,16 +114,6 @@ def read_manifest(directory: Path) -> Manifest:
         raise InputError(f"{directory} holds no {MANIFEST}: it is not the finished result of a stage.") from error
     except (OSError, ValidationError) as error:
         raise InputError(f"{path} does not read: {error}") from error
-
-
-def verify_files(directory: Path, manifest: Manifest) -> None:
-    """Compare every file with its manifest: sizes, and sha256 or, for links, times. Raises IntegrityError."""
-    for name, entry in manifest.files.items():
-        path = directory / name
-        if not path.is_file():
-            raise IntegrityError(f"{path} is gone; its manifest lists it.")
-        if not entry.matches(path) or (entry.sha256 is not None and sha256_file(path) != entry.sha256):
-            raise IntegrityError(f"{path} is not what its manifest says (size, time or sha256).")
 
 
 def run_stage(

@@ -1,4 +1,6 @@
-"""The whole chain under a real vLLM: a job that gains is published; the same job again gains nothing over that."""
+"""The whole chain under a real vLLM: a job that gains is published in a real store; the same job again gains nothing
+over that, which is fetched from there and served.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,24 @@ import yaml
 from fastmtp import storage
 from fastmtp.acceptance import measurement
 from fastmtp.evaluation.report import EvaluationReport
+from fastmtp.fetching import RECORD
 from fastmtp.protocol import Report
 from fastmtp.stage import read_manifest
+from tests.conftest import S3Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+URI = "s3://models/end-to-end/"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def store(s3_server: S3Server) -> Iterator[S3Server]:
+    """The endpoint, in the environment of this module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_server.env.items():
+            patch.setenv(name, value)
+        yield s3_server
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +52,7 @@ def place(half_trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train": {"lr": 1e-3, "epochs": 3, "batch_tokens": 2048},
         "evaluate": {"prompts": f"{half_trained}/prompts-test.jsonl", "num_prompts": 32, "max_tokens": 96},
         "gate": {"min_gain": 0.02, "min_drafts": 300},
-        "publish": {"uri": f"file://{root}/published/"},
+        "publish": {"uri": URI},
     }
     (root / "job.yaml").write_text(yaml.safe_dump(job))
     return root
@@ -72,10 +89,9 @@ def test_a_job_that_gains_is_published(first: Report, place: Path) -> None:
     assert len(apart) == 6 and max(apart) <= 0.02
     assert [run.method for run in found.servers] == ["mtp", "mtp", "none"]
     assert set(first.seconds) == {"extract", "prepare", "train", "stitch", "evaluate", "publish"}
-    uri = f"file://{place}/published/"
-    manifest = storage.latest(uri)
-    assert manifest and first.published == uri + manifest["version"]
-    assert storage.verify(uri, manifest) == len(first.artifacts) > 5
+    manifest = storage.latest(URI)
+    assert manifest and first.published == URI + manifest["version"]
+    assert storage.verify(URI, manifest) == len(first.artifacts) > 5
     for name in ("evaluation/acceptance.png", "evaluation/acceptance.md", "evaluation-logs/vllm-tuned.log"):
         assert (place / "work" / name).stat().st_size > 0
 
@@ -88,14 +104,18 @@ def test_the_held_out_walk_foretells_vllm(first: Report, place: Path) -> None:
         assert estimate[f"acceptance_{position}"] == pytest.approx(rate, abs=0.12)
 
 
-def test_the_same_job_again_publishes_nothing(first: Report, place: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in (place / "published").rglob("*")}
+def test_the_same_job_again_publishes_nothing(first: Report, place: Path, store: S3Server) -> None:
+    published = store.directory / "models" / "end-to-end"
+    before = {path: path.stat().st_mtime_ns for path in published.rglob("*") if path.is_file()}
     done = fastmtp_run(place)
     assert done.returncode == 3, done.stderr[-3000:]
     report = Report.model_validate_json(done.stdout)
     assert report.status == "rejected" and report.published is None
     assert report.incumbent and "what is published" in report.gate["reason"]
-    assert {path: path.stat().st_mtime_ns for path in (place / "published").rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in published.rglob("*") if path.is_file()} == before
+    # What was fetched serves as it is, and as what was published did.
+    assert json.loads((place / "work" / "incumbent" / RECORD).read_bytes())["uri"] == first.published
+    assert first.tuned and report.incumbent.acceptance == pytest.approx(first.tuned.acceptance, abs=0.02)
     assert done.stderr.count("finished before, used as it is") == 4  # extract, prepare, train, stitch
 
 

@@ -124,6 +124,20 @@ def test_round_trip(uri: str, result: Result, tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.endswith((".partial", ".replaced"))]
 
 
+def test_a_fetched_directory_is_verified_by_what_was_fetched(uri: str, result: Result, tmp_path: Path) -> None:
+    publish(result[0], uri, "v-1", result[1], {})
+    get(uri, tmp_path / "back")
+    source = fetch.find(fetch.uri_of(str(tmp_path / "back")))
+    found = storage.check_version(source.uri, fetch.manifest_for(source))
+    assert (found.version, found.files, found.bytes_read) == ("v-1", 3, found.bytes)
+    with (tmp_path / "back" / "a.safetensors").open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(IntegrityError, match=r"back/a\.safetensors"):
+        storage.check_version(source.uri, fetch.manifest_for(source))
+    with pytest.raises(InputError, match="was not fetched"):
+        fetch.manifest_for(fetch.find(fetch.uri_of(str(result[0]))))
+
+
 def test_no_manifest_before_everything_is_there(uri: str, result: Result) -> None:
     """Case U3: who looks meanwhile must not see a half-uploaded version; the run after it completes it."""
     directory, files = result
