@@ -8,7 +8,8 @@ The peer sends the directory file by file, as `upload_file` does by itself: in p
 
 Seconds are of the calls in one process on a warm page cache, uploads the median of three in turns, the rest once. Ours
 include finding out what the store has, claims, manifest and pointer, and proving what arrived; the first upload also
-hashes every byte, from cold. The peer proves nothing. Bytes sent are what went into the connections, headers and all.
+hashes every byte, from cold. The peer proves nothing. What was copied is then fetched, by ours into a verified
+directory, and is on disk in the end by both. Bytes sent are what went into the connections, headers and all.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from deploy import services
 from fastmtp import procs, storage
 from fastmtp.config import PublishConfig
 from fastmtp.extract import HEAD_FILE, extract
+from fastmtp.fetch import fetch, find
 from fastmtp.hashing import sha256_all
 from fastmtp.progress import Reporter
 from fastmtp.publish import publish_checkpoint
@@ -129,6 +131,12 @@ def _measure(layers: int) -> dict[str, Metric]:
             manifest = storage.latest(to.uri)
             if manifest is None or storage.verify(to.uri, manifest) != len(receipt.summary["artifacts"]):
                 raise RuntimeError(f"{how}: what was published is not whole")
+    with taken.measured("download"):
+        _download_files("copy/", ROOT / "downloaded")
+    shutil.rmtree(ROOT / "downloaded")
+    # Digests are remembered nowhere, and no file is here already.
+    with _environment({"FASTMTP_CACHE_DIR": str(ROOT / "cache-fetch")}), taken.measured("fetch"):
+        fetch(find("s3://models/copy/"), ROOT / "fetched", _QUIET)
     return _metrics(taken, (checkpoint / Plan.head_file).stat().st_size)
 
 
@@ -146,13 +154,26 @@ def _metrics(taken: _Taken, touched: int) -> dict[str, Metric]:
             f"stitched, {doing}: sent against the touched shard": metric(sent, "MB", limit=touched / _MEGA, goal=1.01),
         }
     copying = metric(taken.seconds("copy"), "s", peer=taken.seconds("store's copying"))
-    return found | {"stitched, copying: time against the store's copying and nothing else": copying}
+    fetching = metric(taken.seconds("fetch"), "s", peer=taken.seconds("download"), goal=1.0)
+    return found | {
+        "stitched, copying: time against the store's copying and nothing else": copying,
+        "fetching: time against download_file": fetching,
+    }
 
 
 def _upload_files(directory: Path) -> None:
     client = _client()
     for path in sorted(directory.iterdir()):
         client.upload_file(str(path), "models", f"loop/{path.name}", Config=TransferConfig())
+
+
+def _download_files(prefix: str, directory: Path) -> None:
+    client = _client()
+    directory.mkdir()
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket="models", Prefix=prefix)
+    for item in (item for page in pages for item in page["Contents"]):
+        client.download_file("models", item["Key"], str(directory / item["Key"].rpartition("/")[2]))
+    os.sync()
 
 
 def _compare_all(directory: Path) -> None:
