@@ -51,7 +51,7 @@ class Run:
         self._files, self._rows, self._plan, self._config = files, rows, plan, config
         self._saves, self._world, self._reporter = saves, world, reporter
         self._held_out = rows.split("holdout")
-        self._stop = StopSignals()
+        self._stop = StopSignals(last=world.size > 1)
         self._loader = Loader(rows, plan.steps, world, config.micro_tokens)
         self._engine = Engine(files.objective(config, world.device), self._loader, config, world, self._stop)
         self._state = State(steps=len(plan.steps))

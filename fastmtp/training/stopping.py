@@ -20,10 +20,15 @@ class Stop(BaseException):
 
 class StopSignals:
     """Notes SIGTERM and SIGINT while it is entered; `number` is the one that came. Without effect outside the main
-    thread, where signals are somebody else's."""
+    thread, where signals are somebody else's.
 
-    def __init__(self) -> None:
+    With `last`, a process that was stopped takes no more of them: one of several is signalled again by the launcher as
+    soon as another ends, and must still say how it ended.
+    """
+
+    def __init__(self, *, last: bool = False) -> None:
         self.number = 0
+        self._last = last
         self._at_once = False
         self._before: dict[int, Any] = {}
 
@@ -34,6 +39,8 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.number and self._last:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

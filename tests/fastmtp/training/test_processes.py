@@ -70,6 +70,20 @@ def test_two_processes_are_stopped_and_one_goes_on(job: Job, one: Path, tmp_path
     require_close(target, one)
 
 
+@pytest.mark.parametrize(("last", "status"), [(True, 0), (False, -signal.SIGTERM)])
+def test_one_of_several_still_says_how_it_ended_when_the_launcher_signals_again(last: bool, status: int) -> None:
+    program = (
+        "import os, signal\n"
+        "from fastmtp.training.stopping import StopSignals\n"
+        f"with StopSignals(last={last}) as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print(stop.number)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "15\n" if last else "")
+
+
 def test_two_processes_with_shards_take_over_from_one(
     job: Job, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
