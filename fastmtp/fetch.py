@@ -38,7 +38,7 @@ def find(uri: str, pointer: str = "/model") -> Source:
     """
     try:
         if is_hub(uri):
-            return _find_on_hub(uri)
+            return _find_on_hub(uri, pointer)
         place, _, alias = uri.rpartition("@") if "@" in uri.rpartition("/")[2] else (uri, "", "")
         place = place.rstrip("/")
         store = open_store(place)
@@ -145,10 +145,11 @@ def cached_model(uri: str, reporter: Reporter, allow: Allow | None = None) -> Pa
     return target
 
 
-def _find_on_hub(uri: str) -> Source:
+def _find_on_hub(uri: str, pointer: str) -> Source:
     store = open_branch(uri)
     if store is None:
-        raise CheckpointError(f"{uri} is not on the hub, or is private.", mend="Check the name; set HF_TOKEN.")
+        what = f"{uri} is not on the hub, or is private."
+        raise CheckpointError(what, mend="Check the name; set HF_TOKEN.", pointer=pointer)
     manifest = manifest_of(store, "")
     entries = store.published(manifest) if manifest else store.entries()
     return Source(store.name, str(manifest["version"]) if manifest else None, _checked(uri, entries))
