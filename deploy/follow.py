@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from textwrap import shorten
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 POLL_SECONDS = 1.0
 METRICS_SECONDS = 3.0
 SILENCE_SECONDS = 20.0
+DETAIL = 60  # characters of what a stage says of itself, which may be a whole command
 ENDED = ("succeeded", "failed", "cancelled")
 
 
@@ -117,12 +119,13 @@ def _line(event: dict[str, Any]) -> str:
 
 
 def _standing(job: dict[str, Any]) -> str:
-    """The stage at hand and how far it is: `train 120/300 steps`."""
+    """The stage at hand, how far it is and what it says of itself: `train 120/300 steps`, `evaluate: vLLM starts`."""
     stage = next((one for one in job["stages"] if one["stage"] == job["stage"]), None)
     if stage is None:
         return str(job["status_detail"] or job["status"])
     of = f" {stage['done']:.0f}/{stage['total']:.0f} {stage['unit']}" if stage["total"] else ""
-    return f"{stage['stage']}{of}"
+    detail = str(job["status_detail"] or "")
+    return f"{stage['stage']}{of}" + (f": {shorten(detail, DETAIL)}" if detail else "")
 
 
 def _get(api: httpx.Client, path: str, params: dict[str, str] | None = None) -> dict[str, Any]:

@@ -172,6 +172,15 @@ def test_numbers_are_shown_in_few_words(data, line):
     assert out.getvalue().strip().endswith(f"{data['stage']}: {line}")
 
 
+def test_a_silent_stage_is_shown_with_what_it_says_of_itself(monkeypatch):
+    monkeypatch.setattr("deploy.follow.SILENCE_SECONDS", -1.0)
+    out = io.StringIO()
+    running = answered(status="running", stage="train", status_detail="tuned: vLLM starts " + "x" * 100)
+    follow(client_of(Service(running, answered())), "ftjob-1", Console(file=out, soft_wrap=True), lambda: None)
+    line, *_ = out.getvalue().splitlines()
+    assert line.endswith("s  train 3/4 steps: tuned: vLLM starts [...]")
+
+
 def test_following_ends_when_a_process_has_died():
     def died() -> None:
         raise RuntimeError("worker ended with status 1")
