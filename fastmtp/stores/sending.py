@@ -85,7 +85,7 @@ class Sending:
     def _all_parts(self, upload: str | None, there: dict[int, dict[str, Any]]) -> None:
         """Bring every part there, in this upload or a new one, and put them together."""
         if upload is None:
-            kind = "SHA256" if self.store.checks_sums else "CRC32" if self.store.keeps_crc32 else None
+            kind = "SHA256" if self.store.checks_sums else "CRC32" if self.store.takes_crc32 else None
             algorithm = {"ChecksumAlgorithm": kind} if kind else {}
             made = self.store.call("create_multipart_upload", **self.place, **self.about, **algorithm)
             upload = str(made["UploadId"])
@@ -169,7 +169,7 @@ class Sending:
 
     def _sums(self, data: bytes | bytearray) -> dict[str, str]:
         if not self.store.checks_sums:
-            return {"ChecksumCRC32": parts.crc32(data)} if self.store.keeps_crc32 else {}
+            return {"ChecksumCRC32": parts.crc32(data)} if self.store.takes_crc32 else {}
         return {"ChecksumSHA256": base64.b64encode(hashlib.sha256(data).digest()).decode()}
 
     def _same(self, data: bytes | bytearray, there: dict[str, Any], sums: dict[str, str]) -> bool:
