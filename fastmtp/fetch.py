@@ -22,7 +22,7 @@ from fastmtp.progress import Reporter
 from fastmtp.stage import digest_of
 from fastmtp.storage import latest, manifest_of
 from fastmtp.stores.base import ERRORS, explained, open_store, reason
-from fastmtp.stores.hub import open_branch
+from fastmtp.stores.hub import open_commit
 
 Allow = Callable[[str], None]
 
@@ -146,10 +146,7 @@ def cached_model(uri: str, reporter: Reporter, allow: Allow | None = None) -> Pa
 
 
 def _find_on_hub(uri: str, pointer: str) -> Source:
-    store = open_branch(uri)
-    if store is None:
-        what = f"{uri} is not on the hub, or is private."
-        raise CheckpointError(what, mend="Check the name; set HF_TOKEN.", pointer=pointer)
+    store = open_commit(uri, pointer)
     manifest = manifest_of(store, "")
     entries = store.published(manifest) if manifest else store.entries()
     return Source(store.name, str(manifest["version"]) if manifest else None, _checked(uri, entries))

@@ -145,16 +145,13 @@ def open_readable(uri: str) -> Readable:
     """What is behind a URI to read from, which may be hf:// as well: the commit that it means now.
 
     Raises:
-        DestinationError: it is none of these, or not on the hub; CheckpointError where the hub refuses.
+        DestinationError: it is none of these; CheckpointError where it is not on the hub, or the hub refuses.
     """
     if not uri.startswith("hf://"):
         return open_store(uri)
-    from fastmtp.stores.hub import open_branch
+    from fastmtp.stores.hub import open_commit
 
-    found = open_branch(uri)
-    if found is None:
-        raise DestinationError(f"{uri} is not on the hub, or is private.", mend="Check the name; set HF_TOKEN.")
-    return found
+    return open_commit(uri)
 
 
 def locate(store: AnyStore, uri: str) -> tuple[AnyStore | Store, str]:

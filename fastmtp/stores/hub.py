@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from fastmtp.errors import CheckpointError
 from fastmtp.hub import TITLE, UNWANTED, HubFiles, commits, hub_id
 from fastmtp.stores.base import ObjectInfo
 from fastmtp.stores.parts import base64_of
@@ -70,6 +71,15 @@ def open_branch(uri: str) -> HubStore | None:
     files = HubFiles(uri)
     commit = files.commit()
     return None if commit is None else HubStore(files, commit)
+
+
+def open_commit(uri: str, pointer: str = "/model") -> HubStore:
+    """`open_branch` where there must be one. Raises CheckpointError where there is none."""
+    found = open_branch(uri)
+    if found is None:
+        what = f"{uri} is not on the hub, or is private."
+        raise CheckpointError(what, mend="Check the name; set HF_TOKEN.", pointer=pointer)
+    return found
 
 
 def overview(uri: str) -> list[dict[str, Any]]:
