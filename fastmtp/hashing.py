@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from fastmtp.stage import write_atomic
 
-_BLOCK = 8 << 20
+# What the cache of a core holds: a block that is hashed right after it was read is still there.
+_BLOCK = 512 << 10
+_STEP = 8 << 20  # bytes after which progress is told
 _THREADS = 4
 # A file written a moment ago may be written once more within one tick of its clock.
 _SETTLED = 1.0
+
+
+class Digest(Protocol):
+    """What takes bytes bit by bit, as those of hashlib do."""
+
+    def update(self, data: memoryview, /) -> None: ...
 
 
 def cache_directory() -> Path:
@@ -57,15 +67,25 @@ def sha256_cached(path: Path, on_bytes: Callable[[int], None] = lambda _count: N
         return known
     before = path.stat()
     digest = hashlib.sha256()
+    step = bytearray(_STEP)
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            on_bytes(len(block))
+        while count := fill(file, step, digest):
+            on_bytes(count)
     after = path.stat()
     unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     if unchanged and time.time() - after.st_mtime > _SETTLED:
         remember(path, digest.hexdigest())
     return digest.hexdigest()
+
+
+def fill(file: io.FileIO, data: bytearray, *digests: Digest) -> int:
+    """Fill `data` from a file, and bring each block into `digests` as it comes. Returns how many bytes there were."""
+    view, done = memoryview(data), 0
+    while done < len(data) and (count := file.readinto(view[done : done + _BLOCK])):
+        for digest in digests:
+            digest.update(view[done : done + count])
+        done += count
+    return done
 
 
 def sha256_all(paths: Iterable[Path], on_bytes: Callable[[int], None] = lambda _count: None) -> dict[Path, str]:

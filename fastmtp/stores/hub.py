@@ -8,7 +8,7 @@ from typing import Any
 from fastmtp.errors import CheckpointError
 from fastmtp.hub import TITLE, UNWANTED, HubFiles, commits, hub_id
 from fastmtp.stores.base import ObjectInfo
-from fastmtp.stores.parts import base64_of
+from fastmtp.stores.parts import encoded
 from fastmtp.stores.settings import StoreSettings
 
 _VERSION = re.compile(rf"{TITLE} (v-[0-9a-f]+)")
@@ -33,7 +33,7 @@ class HubStore:
         found = self._files.list().get(key)
         if found is None or found.size is None:
             return None
-        checksum = base64_of(found.stamp) if _SHA256.fullmatch(found.stamp) else None
+        checksum = encoded(bytes.fromhex(found.stamp)) if _SHA256.fullmatch(found.stamp) else None
         return ObjectInfo(found.size, found.stamp, 0.0, checksum)
 
     def read(self, key: str, begin: int, end: int, *, stamp: str | None = None) -> bytes:
@@ -55,7 +55,7 @@ class HubStore:
         listed = self._files.list()
         return [
             {
-                **entry, "uri": self.uri(entry["name"]), "checksum": base64_of(entry["sha256"]),
+                **entry, "uri": self.uri(entry["name"]), "checksum": encoded(bytes.fromhex(entry["sha256"])),
                 "stamp": listed[entry["name"]].stamp if entry["name"] in listed else "",
             }
             for entry in manifest["files"]

@@ -5,23 +5,54 @@ from __future__ import annotations
 import base64
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastmtp.hashing import fill
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+def new_md5() -> Any:  # noqa: ANN401 - hashlib's own type has no public name
+    """For comparing with what a store says, not for security."""
+    return hashlib.md5(usedforsecurity=False)
 
 
 def md5(data: bytes | bytearray) -> str:
-    """For comparing with what a store says, not for security."""
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+    digest = new_md5()
+    digest.update(data)
+    return str(digest.hexdigest())
 
 
-def crc32(data: bytes | bytearray) -> str:
-    """As S3's headers write it."""
-    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+class Crc32:
+    """CRC-32 with the methods of a digest."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Buffer, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def digest(self) -> bytes:
+        return self._value.to_bytes(4, "big")
 
 
-def base64_of(digest: str) -> str:
-    """A digest in hex as S3's headers write it."""
-    return base64.b64encode(bytes.fromhex(digest)).decode()
+# The checksums of S3 that are sent here, by the names that they have in boto3's arguments.
+ALGORITHMS: dict[str, Callable[[], Any]] = {"ChecksumSHA256": hashlib.sha256, "ChecksumCRC32": Crc32}
+
+
+def checksum(name: str, data: bytes) -> dict[str, str]:
+    """The argument `name` for `data`."""
+    digest = ALGORITHMS[name]()
+    digest.update(data)
+    return {name: encoded(digest.digest())}
+
+
+def encoded(digest: bytes) -> str:
+    """A digest as S3's headers write it."""
+    return base64.b64encode(digest).decode()
 
 
 def undecorated(checksum: str) -> str:
@@ -31,25 +62,26 @@ def undecorated(checksum: str) -> str:
 
 def composite(path: Path, part_size: int) -> str:
     """SHA-256 over the SHA-256 digests of a file's parts, base64: what S3 keeps of an object in parts."""
-    digests = b"".join(hashlib.sha256(data).digest() for data in pieces(path, part_size))
-    return base64.b64encode(hashlib.sha256(digests).digest()).decode()
+    return encoded(hashlib.sha256(b"".join(digests(path, part_size, hashlib.sha256))).digest())
 
 
 def md5_stamp(path: Path, stamp: str, part_size: int) -> str:
     """The ETag that S3 gives a file in parts of `part_size`, or in one where `stamp` has no count of parts."""
     if "-" not in stamp:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    return joined_md5([md5(data) for data in pieces(path, part_size)])
+            return str(hashlib.file_digest(file, new_md5).hexdigest())
+    return joined_md5(digests(path, part_size, new_md5))
 
 
-def joined_md5(digests: Sequence[str]) -> str:
+def joined_md5(digests: Sequence[bytes]) -> str:
     """The ETag that S3 gives an object whose parts have these."""
-    return f"{md5(b''.join(map(bytes.fromhex, digests)))}-{len(digests)}"
+    return f"{md5(b''.join(digests))}-{len(digests)}"
 
 
-def pieces(path: Path, size: int) -> Iterator[bytes]:
-    """A file's bytes, `size` at a time."""
-    with path.open("rb") as file:
-        while data := file.read(size):
-            yield data
+def digests(path: Path, part_size: int, new: Callable[[], Any]) -> list[bytes]:
+    """A file's digests, `part_size` bytes at a time."""
+    found, buffer = [], bytearray(part_size)
+    with path.open("rb", buffering=0) as file:
+        while fill(file, buffer, digest := new()):
+            found.append(digest.digest())
+    return found

@@ -7,7 +7,6 @@ sent checksums are checked and whether ETags are MD5 digests, and what neither p
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 import time
@@ -61,7 +60,9 @@ class S3Store:
         self.pace = Pace(settings.bandwidth)
         self.checks_sums: bool | None = None
         self.etags_are_md5 = False
-        self.takes_crc32 = False
+        # Names out of `parts.ALGORITHMS`: what goes with each part, and what uploads are begun with.
+        self.part_checksum: str | None = None
+        self.named_checksum: str | None = None
         self._lock = threading.Lock()
         self._client = self._new_client()
 
@@ -97,7 +98,9 @@ class S3Store:
     def learn(self) -> None:
         """Find out, by small objects, what this store checks and what its ETags are.
 
-        One that refuses a wrong checksum and takes the right one checks them; one that refuses both knows none.
+        One that refuses a wrong checksum and takes the right one checks it; one that refuses both does not know it.
+        A checksum that is checked goes with every part. One that is taken and not checked proves nothing and takes
+        time here, so it is only named: some stores compute a slower one where no name is given.
 
         Raises:
             DestinationError: it does not give back what it was sent, whatever it says of it.
@@ -108,13 +111,14 @@ class S3Store:
             data, key = uuid.uuid4().bytes, self.full(f"{TRIAL}{uuid.uuid4().hex}")
             arguments = {"Bucket": self.bucket, "Key": key, "Body": data, **self.settings.write_arguments()}
             wanted = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported").lower() != "when_required"
-            right = parts.base64_of(hashlib.sha256(data).hexdigest())
+            checked: str | None = None
             try:
-                checks = wanted and not self._takes(arguments, {"ChecksumSHA256": parts.base64_of(bytes(32).hex())})
-                checks = checks and self._takes(arguments, {"ChecksumSHA256": right})
-                # What boto3 sends where nobody says otherwise: some stores compute more where nothing is stated.
-                crc32 = {"ChecksumCRC32": parts.crc32(data)}
-                self.takes_crc32 = wanted and not checks and self._takes(arguments, crc32)
+                for name in parts.ALGORITHMS if wanted else ():
+                    taken = self._takes(arguments, parts.checksum(name, b""))
+                    checked = name if not taken and self._takes(arguments, parts.checksum(name, data)) else None
+                    self.named_checksum = name if taken or checked else None
+                    if checked:
+                        break
                 answer = self._client.put_object(**arguments)
                 back = self._client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
             finally:
@@ -126,8 +130,10 @@ class S3Store:
                     mend="Look at what stands before the store: something alters bodies, or keeps their framing.",
                 )
             # Where checksums are checked, to compute MD5 as well would only take time.
-            self.etags_are_md5 = not checks and answer["ETag"].strip('"') == parts.md5(data)
-            self.checks_sums = checks
+            checks_sums = checked == "ChecksumSHA256"
+            self.etags_are_md5 = not checks_sums and answer["ETag"].strip('"') == parts.md5(data)
+            self.part_checksum = checked
+            self.checks_sums = checks_sums
 
     def _takes(self, arguments: dict[str, Any], checksum: dict[str, str]) -> bool:
         """Whether the store takes an object with that checksum."""
@@ -235,7 +241,7 @@ class S3Store:
             return False
         part_size = self._part_size(key, info)
         if self.checks_sums and info.checksum:
-            own = parts.composite(path, part_size) if "-" in info.stamp else parts.base64_of(sha256)
+            own = parts.composite(path, part_size) if "-" in info.stamp else parts.encoded(bytes.fromhex(sha256))
             if parts.undecorated(info.checksum) == own:
                 return True
         # A stamp that is the file's MD5, in one piece or in equal parts, says that the bytes are the file's. Another

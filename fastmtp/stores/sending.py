@@ -7,19 +7,17 @@ shows under the key before the last part is there.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
-import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from botocore.exceptions import ClientError
 
 from fastmtp.errors import IntegrityError
+from fastmtp.hashing import fill
 from fastmtp.stores import parts
 from fastmtp.stores.base import ObjectInfo, OnBytes, Unfinished, code_of, concerns_credentials, sha256_of, status_of
 
@@ -31,6 +29,21 @@ _COPY_PART = 512 << 20
 _EDGE = 64 << 10
 _TRIES = 3
 _DAMAGED = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"}
+
+
+class _Part(NamedTuple):
+    """Bytes of a file, their MD5 in hex where it was asked for, and the checksum that goes with them."""
+
+    data: bytearray
+    md5: str | None
+    checksum: dict[str, str]
+
+    def is_like(self, there: dict[str, Any]) -> bool:
+        """Whether a part that was sent before is this one. A CRC alone would not say so."""
+        name = "ChecksumSHA256"
+        if name in self.checksum and name in there:
+            return bool(there[name] == self.checksum[name])
+        return _bare(there) == self.md5
 
 
 @dataclass
@@ -67,26 +80,27 @@ class Sending:
         return self._arrived()
 
     def _whole(self) -> None:
-        data = self.path.read_bytes()
-        self.stamp = _bare(self._until_whole("put_object", data, **self._sums(data), **self.about))
+        part = self._read(0, self.size)
+        self.stamp = _bare(self._until_whole("put_object", part, **self.about))
 
     def _in_parts(self, unfinished: list[Unfinished]) -> None:
         upload, there = self._adopt(unfinished)
         try:
-            self._all_parts(upload, there)
+            self._all_parts(upload, there, self.store.named_checksum)
         except (ClientError, IntegrityError) as error:
-            # An upload that cannot be gone on with: begun under other settings, or with a part that arrived damaged in
-            # a store that takes no part twice. Once more, from the start.
-            gone = isinstance(error, IntegrityError) or (upload and status_of(error) in (400, 404, 501))
+            # An upload that cannot be gone on with: begun under other settings, with a part that arrived damaged in a
+            # store that takes no part twice, or in one that wants the checksum it was told of. Once more, from the
+            # start, and with no checksum named that is not sent.
+            may_be = upload is not None or self.store.named_checksum != self.store.part_checksum
+            gone = isinstance(error, IntegrityError) or (may_be and status_of(error) in (400, 404, 501))
             if not gone or concerns_credentials(error):
                 raise
-            self._all_parts(None, {})
+            self._all_parts(None, {}, self.store.part_checksum)
 
-    def _all_parts(self, upload: str | None, there: dict[int, dict[str, Any]]) -> None:
-        """Bring every part there, in this upload or a new one, and put them together."""
+    def _all_parts(self, upload: str | None, there: dict[int, dict[str, Any]], named: str | None) -> None:
+        """Bring every part there, in this upload or in a new one that names a checksum, and put them together."""
         if upload is None:
-            kind = "SHA256" if self.store.checks_sums else "CRC32" if self.store.takes_crc32 else None
-            algorithm = {"ChecksumAlgorithm": kind} if kind else {}
+            algorithm = {"ChecksumAlgorithm": named.removeprefix("Checksum")} if named else {}
             made = self.store.call("create_multipart_upload", **self.place, **self.about, **algorithm)
             upload = str(made["UploadId"])
         numbers = range(1, -(-self.size // self.part_size) + 1)
@@ -94,7 +108,8 @@ class Sending:
             done = in_threads(
                 lambda number: self._part(upload, number, there.get(number)), numbers, self.store.settings.workers
             )
-            self.stamp = parts.joined_md5([_bare(part) for part in done]) if self.store.etags_are_md5 else ""
+            if self.store.etags_are_md5:
+                self.stamp = parts.joined_md5([bytes.fromhex(_bare(part)) for part in done])
             self._complete(upload, done)
         except (ClientError, IntegrityError) as error:
             if isinstance(error, IntegrityError) or (
@@ -127,17 +142,24 @@ class Sending:
 
     def _part(self, upload: str, number: int, there: dict[str, Any] | None) -> dict[str, Any]:
         begin = (number - 1) * self.part_size
-        data = self._buffer(min(self.part_size, self.size - begin))
+        part = self._read(begin, min(self.part_size, self.size - begin), compared=there is not None)
+        if there and there["Size"] == len(part.data) and part.is_like(there):
+            self.on_bytes(len(part.data))
+            return {"PartNumber": number, "ETag": there["ETag"], **part.checksum}
+        answer = self._until_whole("upload_part", part, UploadId=upload, PartNumber=number)
+        return {"PartNumber": number, "ETag": answer["ETag"], **part.checksum}
+
+    def _read(self, begin: int, size: int, *, compared: bool = False) -> _Part:
+        """Bytes of the file with the digests that are sent, or that an ETag is compared with."""
+        data, name = self._buffer(size), self.store.part_checksum
+        md5 = parts.new_md5() if self.store.etags_are_md5 or compared else None
+        digest = parts.ALGORITHMS[name]() if name else None
         with self.path.open("rb", buffering=0) as file:
             file.seek(begin)
-            if _read_into(file, data) != len(data):
+            if fill(file, data, *(one for one in (md5, digest) if one)) != size:
                 raise IntegrityError(f"{self.path} changed while it was sent.")
-        sums = self._sums(data)
-        if there and there["Size"] == len(data) and self._same(data, there, sums):
-            self.on_bytes(len(data))
-            return {"PartNumber": number, "ETag": there["ETag"], **sums}
-        answer = self._until_whole("upload_part", data, UploadId=upload, PartNumber=number, **sums)
-        return {"PartNumber": number, "ETag": answer["ETag"], **sums}
+        checksum = {name: parts.encoded(digest.digest())} if name and digest else {}
+        return _Part(data, md5.hexdigest() if md5 else None, checksum)
 
     def _buffer(self, size: int) -> bytearray:
         """Memory for one part, the thread's own and used again: to take and return as much each time costs time.
@@ -151,31 +173,21 @@ class Sending:
         found: bytearray = self._mine.buffer
         return found
 
-    def _until_whole(self, operation: str, data: bytes | bytearray, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Send `data`, again where it arrived as something else. Raises IntegrityError where it always does."""
+    def _until_whole(self, operation: str, part: _Part, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Send a part, again where it arrived as something else. Raises IntegrityError where it always does."""
         for _ in range(_TRIES):
             try:
                 answer: dict[str, Any] = self.store.call(
-                    operation, Body=self.store.pace.body(data), **arguments, **self.place
+                    operation, Body=self.store.pace.body(part.data), **part.checksum, **arguments, **self.place
                 )
             except ClientError as error:
                 if code_of(error) not in _DAMAGED and status_of(error) != 501:
                     raise
                 continue
-            if not self.store.etags_are_md5 or _bare(answer) == parts.md5(data):
-                self.on_bytes(len(data))
+            if not self.store.etags_are_md5 or _bare(answer) == part.md5:
+                self.on_bytes(len(part.data))
                 return answer
         raise self._differs()
-
-    def _sums(self, data: bytes | bytearray) -> dict[str, str]:
-        if not self.store.checks_sums:
-            return {"ChecksumCRC32": parts.crc32(data)} if self.store.takes_crc32 else {}
-        return {"ChecksumSHA256": base64.b64encode(hashlib.sha256(data).digest()).decode()}
-
-    def _same(self, data: bytes | bytearray, there: dict[str, Any], sums: dict[str, str]) -> bool:
-        if "ChecksumSHA256" in sums and "ChecksumSHA256" in there:
-            return bool(there["ChecksumSHA256"] == sums["ChecksumSHA256"])
-        return _bare(there) == parts.md5(data)
 
     def _arrived(self) -> ObjectInfo:
         """What the store has now, which must be the file."""
@@ -235,14 +247,6 @@ def copy_in_parts(store: S3Store, origin: dict[str, Any], info: ObjectInfo, key:
 def _bare(answer: dict[str, Any]) -> str:
     """The ETag of an answer, without its quotes."""
     return str(answer["ETag"]).strip('"')
-
-
-def _read_into(file: io.RawIOBase | io.FileIO, data: bytearray) -> int:
-    """Fill `data` from a file. Returns how many bytes there were."""
-    view, done = memoryview(data), 0
-    while done < len(data) and (count := file.readinto(view[done:])):
-        done += count
-    return done
 
 
 def in_threads(call: Any, numbers: range, workers: int) -> list[dict[str, Any]]:  # noqa: ANN401
